@@ -8,14 +8,14 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, get_worker_info
 
 from camshaft.data.permutation import key_of, mixed
 
@@ -52,12 +52,6 @@ class SeededLoader(DataLoader[Sample]):
     with which torch seeds new workers come from the batch sampler's ``seed`` and ``epoch``, if it has them. For other
     batch samplers, and for in-memory datasets with torch's default collation, this is a ``DataLoader``.
 
-    ``batch_size``, ``drop_last`` and ``sampler`` are those of the batch sampler.
-
-    Args:
-        dataset: the dataset.
-        args, kwargs: for ``torch.utils.data.DataLoader``.
-
     >>> class Noise(Dataset[float]):
     ...     def __getitem__(self, index: int) -> float:
     ...         return torch.rand(()).item()
@@ -66,12 +60,6 @@ class SeededLoader(DataLoader[Sample]):
     >>> bool(first[0] == second[1]), bool(first[0] == first[1])
     (True, False)
     """
-
-    def __init__(self, dataset: Dataset[Sample], *args: Any, **kwargs: Any) -> None:
-        super().__init__(dataset, *args, **kwargs)
-        if self.batch_size is None and self.batch_sampler is not None:  # torch leaves them unset
-            names = ("batch_size", "drop_last", "sampler")
-            vars(self).update({name: getattr(self.batch_sampler, name, getattr(self, name)) for name in names})
 
     def _get_iterator(self) -> Any:
         if self.batch_sampler is None or isinstance(self.dataset, IterableDataset):
@@ -132,38 +120,28 @@ class _SeededFetching:
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
             return self.collate(self._fetch(indices))
-        if get_worker_info() is not None:  # where torch has imported numpy.random, and nothing needs to be restored
-            if self._has_epochs and indices.epoch != self._epoch:  # a persistent worker has its own dataset
-                self.dataset.set_epoch(indices.epoch)
-                self._epoch = indices.epoch
-            return self._seeded(indices)
-        with preserved_generators():
-            return self._seeded(indices)
+        in_worker = get_worker_info() is not None  # where torch imports numpy.random, and nothing needs to be restored
+        if in_worker and self._has_epochs and indices.epoch != self._epoch:  # a persistent worker has its own dataset
+            self.dataset.set_epoch(indices.epoch)
+            self._epoch = indices.epoch
+        with nullcontext() if in_worker else preserved_generators():
+            if self._is_ready or self._in_batches:
+                if not self._is_ready:
+                    _seed_for(indices, _FETCHING)
+                samples = self._fetch(indices)
+            else:
+                key, samples = key_of(indices.seed, indices.epoch), []
+                for index in indices:
+                    seed_generators(mixed(key, _number(index)))
+                    samples += self._fetch([index])
+            if self.collate is not default_collate:
+                _seed_for(indices, _COLLATING)
+            return self.collate(samples)
 
     def _fetch(self, indices: Sequence[Any]) -> Any:
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]
-
-    def _seeded(self, indices: Indices) -> Any:
-        if self._is_ready:
-            samples = self._fetch(indices)
-        elif self._in_batches:
-            _seed_for(indices, _FETCHING)
-            samples = self._fetch(indices)
-        else:
-            samples = self._fetch_one_by_one(indices)
-        if self.collate is not default_collate:
-            _seed_for(indices, _COLLATING)
-        return self.collate(samples)
-
-    def _fetch_one_by_one(self, indices: Indices) -> list[Any]:
-        key, dataset, samples = key_of(indices.seed, indices.epoch), self.dataset, []
-        through_list = getattr(dataset, "__getitems__", None)  # of a Subset: what torch would call
-        for index in indices:
-            seed_generators(mixed(key, _number(index)))
-            samples.append(through_list([index])[0] if through_list else dataset[index])
-        return samples
 
 
 def is_ready(dataset: Any) -> bool:

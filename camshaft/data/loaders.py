@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import NoneType
 from typing import Any, cast
 
@@ -18,13 +18,13 @@ from camshaft.data.augmentation import SeededLoader, read_apart
 from camshaft.data.orders import Order, Sequential, Shuffled
 from camshaft.data.permutation import key_of
 from camshaft.data.read_ahead import end_together
-from camshaft.data.samplers import DistributedProxySampler, ExactBatchSampler, check_length, length_of
-from camshaft.distributed.topology import Topology
+from camshaft.data.samplers import ExactBatchSampler, check_length, length_of
+from camshaft.distributed.job import current, data_place
 from camshaft.errors import check_type, described
 from camshaft.text import counted
 
 _UNSET = -1  # no epoch was set
-_END: Any = object()
+_logger = logging.getLogger("camshaft.distributed.auto.auto_dataloader")
 
 
 class PlainLoader(DataLoader[Any]):
@@ -54,7 +54,7 @@ class EvenLoader(PlainLoader):
     """A loader of a stream that ends on all ranks together; see :func:`end_together`."""
 
     total_batch_size: int | None = None
-    _wrapped: Iterable[Any] | None = None
+    _wrapped: Iterable[Any] = ()
 
     def wrap(self, wrapper: Callable[[DataLoader[Any]], Iterable[Any]]) -> None:
         """Read batches through a wrapper of this loader, inside of the agreement on the end.
@@ -66,173 +66,221 @@ class EvenLoader(PlainLoader):
         self._wrapped = wrapper(plain)
 
     def __iter__(self) -> Any:
-        return end_together(self._batches())
-
-    def _batches(self) -> Iterator[Any]:
-        yield from super().__iter__() if self._wrapped is None else self._wrapped
+        return end_together(iter(self._wrapped))
 
     def __len__(self) -> int:
         raise TypeError("the length of a loader that ends on all ranks together is not known in advance")
 
 
-def make_loader(
-    dataset: Dataset[Any], options: dict[str, Any], topology: Topology, place: tuple[int, int], logger: logging.Logger
-) -> DataLoader[Any]:
-    """Return the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`, which must be the caller.
+def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> DataLoader[Any]:
+    """Create a loader that yields this rank's share of the data.
+
+    Each sample of an epoch goes to one rank, once: nothing is padded, repeated or dropped, and every rank makes the
+    same number of batches, so the sizes of batches may differ by one between ranks; :attr:`Engine.batch_share`
+    corrects for it in training. Which samples make up a step follows from ``seed``, epoch and step alone, on any number
+    of ranks up to half the batch size; beyond that, a last step of fewer samples than ranks joins the one before. An
+    engine announces the epoch; one that is saved and loaded resumes with the very next sample, also on another number
+    of ranks. With a mesh (:func:`make_mesh`), "ranks" means those that divide the data: peers along ``cp`` and ``tp``
+    get the same samples, with the same random augmentation.
+
+    On several ranks, ``batch_size`` is that of all ranks together, or of each if it is smaller than their number;
+    ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are **shuffled unless
+    shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
+    for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
+    sharded by rank and worker; any other must itself yield different data on each rank, and the same data on peers. All
+    ranks end at the same step, when the first of them runs out of data. Each rank draws its own random numbers for a
+    stream.
 
     Args:
         dataset: what to load.
-        options: of the user.
-        topology: the place of this process in the job.
-        place: the index of its share of the data, and the number of shares.
-        logger: reports the options that are chosen.
+        kwargs: for ``torch.utils.data.DataLoader``; ``pin_memory`` is on by default if the device is a GPU.
+            In addition, ``seed``: any integer, the same on all ranks. By default it is that of ``generator``, else
+            rank 0's ``torch.initial_seed()``, on all ranks; it is saved with the position, and a resumed run takes it
+            over. ``sampler`` may be an :class:`Order <camshaft.data.Order>`, such as
+            ``ShuffledWindows(len(dataset), 1000)``; other samplers, also plain sequences of indices, are drawn for a
+            whole epoch, alike on all ranks, and distributed.
+
+    Returns:
+        The loader; on XLA one that moves the batches to the device.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks; an order
+            expects more or fewer samples than the dataset has; ``in_order`` is False; or ``batch_size`` is ``None`` on
+            several ranks. While it is read, if the ranks do not read the same data in the same order, if the dataset
+            has changed its length, or if a sampler yields an index that it lacks.
+
+    >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
+    2
     """
-    options = dict(options)
-    (rank, size), local_size, is_alone = place, topology.local_world_size, topology.world_size == 1
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "dataset must be a dataset, got a DataLoader: pass loader.dataset, and the arguments of the loader "
+            "(batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
+        )
+    backend, place, options = current(), data_place(), dict(kwargs)
+    is_alone, num_local = backend.topology.world_size == 1, backend.topology.local_world_size
+    device = backend.device.type
+    if device == "xla" and options.get("pin_memory"):
+        warnings.warn("pin_memory=True has no effect on XLA, and is turned off", stacklevel=2)
+        options["pin_memory"] = False
+    options.setdefault("pin_memory", device == "cuda")
+    given = dict(options)
     # torch checks these late, or not at all
     if options.get("shuffle") not in (None, True, False):
         raise TypeError(f"shuffle must be True, False or None, got {options['shuffle']!r}")
     check_type("num_workers", options.get("num_workers", 0), int, "an integer")
     check_type("generator", options.get("generator"), (torch.Generator, NoneType), "a torch.Generator or None")
-    seed = options.pop("seed", None)
+    seed, batch_sampler = options.pop("seed", None), options.pop("batch_sampler", None)
     if seed is None and options.get("generator") is not None:
         seed = options["generator"].initial_seed()
-    if not is_alone and options.get("num_workers", 0) >= local_size:
-        options["num_workers"] = -(-options["num_workers"] // local_size)
-    if options.get("batch_sampler") is not None:
-        return _with_batch_sampler(dataset, options, seed, size)
-    options.pop("batch_sampler", None)
-    batch_size = options.pop("batch_size", 1)
-    per_rank = batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
-    if isinstance(dataset, IterableDataset):
-        return _over_stream(dataset, {**options, "batch_size": per_rank}, place, is_alone, logger)
+    if not is_alone and options.get("num_workers", 0) >= num_local:
+        options["num_workers"] = -(-options["num_workers"] // num_local)
+    if batch_sampler is not None:
+        loader = _over_batches(dataset, options, seed, batch_sampler, place[1])
+    elif isinstance(dataset, IterableDataset):
+        loader = _over_stream(dataset, options, place, is_alone)
+    else:
+        loader = _over_samples(dataset, options, seed, place, is_alone)
+    final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
+    _logger.info("DataLoader of %s with %s", type(dataset).__name__, {**given, **final})
+    if isinstance(loader, EvenLoader):
+        loader.wrap(backend.wrap_loader)
+        return loader
+    return cast("DataLoader[Any]", backend.wrap_loader(loader))
+
+
+def _over_samples(
+    dataset: Any, options: dict[str, Any], seed: int | None, place: tuple[int, int], is_alone: bool
+) -> DataLoader[Any]:
     if not hasattr(dataset, "__getitem__"):
         expected = "a dataset with __getitem__() and __len__(), or an IterableDataset"
         raise TypeError(f"dataset must be {expected}, got {described(dataset)}")
-    sampler = options.pop("sampler", None)
-    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != place:
-        among = "" if size == topology.world_size else ", of those that divide the data"
+    (rank, size), sampler, batch_size = place, options.pop("sampler", None), options.pop("batch_size", 1)
+    is_distributed = isinstance(sampler, DistributedSampler)
+    if is_distributed and (sampler.rank, sampler.num_replicas) != place:
         warnings.warn(
             f"sampler was created for rank {sampler.rank} of {sampler.num_replicas}, but this is rank {rank} of "
-            f"{size}{among}",
+            f"{size}, of those that divide the data",
             stacklevel=3,
         )
     if not isinstance(sampler, Order | None) and not hasattr(sampler, "__iter__") and not hasattr(sampler, "__len__"):
         raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
-    if batch_size is None and not is_alone and not isinstance(sampler, DistributedSampler):
-        if size > 1:
-            warnings.warn(
-                "with batch_size=None there are no batches of different sizes: if the samples cannot be divided "
-                "evenly, some are repeated; pass a batch_size",
-                stacklevel=3,
-            )
-        is_shuffled = options.pop("shuffle", None) is not False
-        sampler = (
-            DistributedSampler(dataset, size, rank, is_shuffled, seed or 0)
-            if sampler is None
-            else DistributedProxySampler(sampler, size, rank)
+    total = batch_size * size if isinstance(batch_size, int) and batch_size < size else batch_size
+    if is_distributed or (is_alone and (total is None or not isinstance(sampler, Order | Sized | None))):
+        return PlainLoader(dataset, batch_size=total and total // size, sampler=sampler, **options)
+    if total is None:
+        raise ValueError(
+            "batch_size must be a number on several ranks, got None: samples without batches cannot always be divided "
+            "evenly; pass a batch_size, or a DistributedSampler, which repeats some of them"
         )
-    has_length = isinstance(sampler, Order | Sized | None) or not is_alone
-    if batch_size is None or isinstance(sampler, DistributedSampler) or not has_length:
-        return PlainLoader(dataset, batch_size=per_rank, sampler=sampler, **options)
     shuffle, drop_last = options.pop("shuffle", None), options.pop("drop_last", False)
     # this loader is not used: torch rejects contradictory arguments
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), shuffle=shuffle, drop_last=drop_last)
     if sampler is None:
-        length = len(cast(Sized, dataset))
-        if length == 0:
+        if len(dataset) == 0:
             raise ValueError(f"dataset must have at least one sample, got an empty {type(dataset).__name__}")
         shuffle = not is_alone if shuffle is None else shuffle
-        sampler = (Shuffled if shuffle else Sequential)(length)
-        chosen_seed = "torch.initial_seed() of rank 0" if seed is None else seed
-        logger.info(
-            "distributing samples over %s, with shuffle=%s and seed=%s", counted(size, "rank"), shuffle, chosen_seed
-        )
-    total = batch_size if batch_size >= size else batch_size * size
-    length = sampler.length if isinstance(sampler, Order) else length_of(sampler)
-    if drop_last and length < total:
+        sampler = (Shuffled if shuffle else Sequential)(len(dataset))
+        chosen = "torch.initial_seed() of rank 0" if seed is None else seed
+        _logger.info("distributing samples over %d ranks, with shuffle=%s and seed=%s", size, shuffle, chosen)
+    else:
+        check_length(sampler, dataset)
+    if drop_last and (length := sampler.length if isinstance(sampler, Order) else length_of(sampler)) < total:
         raise ValueError(
             f"drop_last=True leaves nothing of {counted(length, 'sample')}, as one batch of all ranks takes {total}: "
             "pass a smaller batch_size, or drop_last=False"
         )
-    batches = ExactBatchSampler(sampler, total, drop_last, seed=seed, num_replicas=size, rank=rank)
-    return _exact(dataset, {**options, "batch_sampler": batches})
+    return _exact(dataset, options, ExactBatchSampler(sampler, total, drop_last, seed=seed))
 
 
-def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> DataLoader[Any]:
-    """Return the loader of an exact batch sampler, which is told what its indices refer to."""
+def _exact(dataset: Any, options: dict[str, Any], batches: ExactBatchSampler) -> DataLoader[Any]:
     if not options.get("in_order", True):
         raise ValueError(
             "in_order must be True, got False: a run resumes after a number of batches, and would repeat or leave out "
             "those that came out of order"
         )
-    batches: ExactBatchSampler = options["batch_sampler"]
-    check_length(batches.source, dataset)
-    loader: DataLoader[Any] = SeededLoader(dataset, **options)
+    loader: DataLoader[Any] = SeededLoader(dataset, batch_sampler=batches, **options)
+    vars(loader).update(batch_size=batches.batch_size, drop_last=batches.drop_last, sampler=batches.sampler)
     batches.dataset = dataset
     return loader
 
 
-def _with_batch_sampler(dataset: Dataset[Any], options: dict[str, Any], seed: Any, size: int) -> DataLoader[Any]:
-    sampler = options["batch_sampler"]
-    can_seek = callable(getattr(sampler, "seek", None)) and callable(getattr(sampler, "position", None))
-    if size == 1 and not can_seek and hasattr(sampler, "__len__") and not isinstance(dataset, IterableDataset):
-        options["batch_sampler"] = sampler = ExactBatchSampler(sampler, None, seed=seed)
-    if isinstance(sampler, ExactBatchSampler):
-        return _exact(dataset, options)
+def _over_batches(
+    dataset: Any, options: dict[str, Any], seed: int | None, batch_sampler: Any, size: int
+) -> DataLoader[Any]:
+    can_seek = callable(getattr(batch_sampler, "seek", None)) and callable(getattr(batch_sampler, "position", None))
+    if size == 1 and not can_seek and hasattr(batch_sampler, "__len__") and not isinstance(dataset, IterableDataset):
+        batch_sampler = ExactBatchSampler(batch_sampler, None, seed=seed)
+    if isinstance(batch_sampler, ExactBatchSampler):
+        check_length(batch_sampler.source, dataset)
+        return _exact(dataset, options, batch_sampler)
     if size > 1:
         warnings.warn(
             "batch_sampler is used as it is: it must yield different batches on each rank; wrap one that yields the "
             "same on all ranks in ExactBatchSampler(batch_sampler, None)",
-            stacklevel=4,
+            stacklevel=3,
         )
-    return PlainLoader(dataset, **options)
+    return PlainLoader(dataset, batch_sampler=batch_sampler, **options)
 
 
 def _over_stream(
-    dataset: IterableDataset[Any],
-    options: dict[str, Any],
-    place: tuple[int, int],
-    is_alone: bool,
-    logger: logging.Logger,
+    dataset: IterableDataset[Any], options: dict[str, Any], place: tuple[int, int], is_alone: bool
 ) -> DataLoader[Any]:
-    (rank, size), kind, workers = place, type(dataset).__name__, options.get("num_workers", 0)
+    (rank, size), workers, batch_size = place, options.get("num_workers", 0), options.pop("batch_size", 1)
     has_shards = callable(getattr(dataset, "shard", None))
+    per_rank = batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
     if is_alone:
         shards = getattr(dataset, "num_shards", None)
         has_shards = has_shards and workers > 0 and not (isinstance(shards, int) and shards < workers)
-    if has_shards or (options.get("persistent_workers") and callable(getattr(dataset, "set_epoch", None))):
-        dataset = ShardedStream(dataset, *place) if has_shards else Stream(dataset)
-    if is_alone:
-        return PlainLoader(dataset, **options)
-    if not has_shards:
-        logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
+    if not has_shards and not is_alone:
+        _logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
     if not has_shards and rank == 0 and size > 1:
         warnings.warn(
-            f"{kind} has no method shard(num_shards, index), so each of the {size} ranks and each of its workers reads "
-            "all of it, unless it splits itself: return the shard of the index-th of num_shards readers from such a "
-            "method, for example itertools.islice(samples, index, None, num_shards); or split the samples in __iter__, "
-            "by the index get_data_parallel_rank() * num_workers + worker_id (of torch.utils.data.get_worker_info()) "
-            "of get_data_parallel_size() * num_workers readers, and ignore this warning",
-            stacklevel=4,
+            f"{type(dataset).__name__} has no method shard(num_shards, index), so each of the {size} ranks and each of "
+            "its workers reads all of it, unless it splits itself: return the shard of the index-th of num_shards "
+            "readers from such a method, for example itertools.islice(samples, index, None, num_shards); or split the "
+            "samples in __iter__, by the index get_data_parallel_rank() * num_workers + worker_id (of "
+            "torch.utils.data.get_worker_info()) of get_data_parallel_size() * num_workers readers, and ignore this "
+            "warning",
+            stacklevel=3,
         )
-    loader = EvenLoader(dataset, **options)
-    loader.share, per_rank = rank, options["batch_size"]
-    loader.total_batch_size = per_rank and per_rank * size
+    if has_shards or (options.get("persistent_workers") and callable(getattr(dataset, "set_epoch", None))):
+        dataset = Stream(dataset, place if has_shards else None, workers)
+    loader = (PlainLoader if is_alone else EvenLoader)(dataset, batch_size=per_rank, **options)
+    if isinstance(loader, EvenLoader):
+        loader.share, loader.total_batch_size = rank, per_rank and per_rank * size
     return loader
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset that knows the epoch in the workers of a loader, even if they outlast it.
+    """An iterable dataset that knows the epoch in the workers of a loader, even if they outlast it, and its shard.
 
-    Other attributes are those of the dataset, except ``state_dict`` and ``load_state_dict``.
+    Other attributes are those of the dataset, except ``state_dict`` and ``load_state_dict``, which concern all shards.
+
+    Args:
+        dataset: with ``place``, it has ``shard(num_shards, index)``, which returns a shard of it, as those of Hugging
+            Face's ``datasets`` do. An attribute ``num_shards`` is the largest number of shards.
+        place: the index of the rank that reads it, and the number of ranks; each of its workers reads one shard.
+            ``None``: all of it is read.
+        workers: of the loader on each rank.
+
+    Raises:
+        ValueError: there are fewer shards than readers.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, place: tuple[int, int] | None = None, workers: int = 0) -> None:
+        self._dataset, self._place = dataset, place
         self._epoch = torch.tensor(_UNSET)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # so persistent workers learn of a new one
         self._has_epochs = callable(getattr(dataset, "set_epoch", None))
+        size, shards = 0 if place is None else place[1], getattr(dataset, "num_shards", None)
+        if isinstance(shards, int) and shards < size * max(workers, 1):
+            readers = counted(size, "rank") + (f" with {workers} workers each" if workers > 1 else "")
+            raise ValueError(
+                f"dataset must have at least as many shards as there are readers, got num_shards={shards} for "
+                f"{readers}: split it into more, or use fewer workers"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Pass an epoch to the dataset, here and where the next pass over it is read."""
@@ -246,50 +294,13 @@ class Stream(IterableDataset[Any]):
         return getattr(self._dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._informed(self._dataset))
-
-    def _informed(self, dataset: Any) -> Any:
+        dataset, info = self._dataset, get_worker_info()
+        if self._place is not None:
+            (rank, size), workers, worker = self._place, info.num_workers if info else 1, info.id if info else 0
+            dataset = dataset.shard(num_shards=size * workers, index=rank * workers + worker)
         if self._has_epochs and (epoch := int(self._epoch)) != _UNSET:
             dataset.set_epoch(epoch)
-        return dataset
-
-
-class ShardedStream(Stream):
-    """The shard of an iterable dataset that one rank reads; in the workers of a loader, that of the worker.
-
-    Other attributes are those of the dataset, except ``state_dict`` and ``load_state_dict``, which concern all shards.
-
-    Args:
-        dataset: has ``shard(num_shards, index)``, which returns a shard of it, as those of Hugging Face's ``datasets``
-            do. An attribute ``num_shards`` is the largest number of shards.
-        rank: the rank that reads it.
-        world_size: the number of ranks.
-
-    Raises:
-        ValueError: there are fewer shards than ranks.
-    """
-
-    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        super().__init__(dataset)
-        self._rank = rank
-        self._world_size = world_size
-        self._check_shards(1)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
-        self._check_shards(workers)
-        shard = self._dataset.shard(num_shards=self._world_size * workers, index=self._rank * workers + worker)
-        return _hiding_workers(self._informed(shard))
-
-    def _check_shards(self, workers: int) -> None:
-        shards = getattr(self._dataset, "num_shards", None)
-        if isinstance(shards, int) and shards < self._world_size * workers:
-            readers = counted(self._world_size, "rank") + (f" with {workers} workers each" if workers > 1 else "")
-            raise ValueError(
-                f"dataset must have at least as many shards as there are readers, got num_shards={shards} for "
-                f"{readers}: split it into more, or use fewer workers"
-            )
+        return iter(dataset) if self._place is None else _hiding_workers(dataset)
 
 
 def _hiding_workers(shard: Any) -> Iterator[Any]:
@@ -298,9 +309,9 @@ def _hiding_workers(shard: Any) -> Iterator[Any]:
     while True:
         info, torch_worker._worker_info = torch_worker._worker_info, None
         try:
-            sample = next(samples, _END)
+            sample = next(samples)
+        except StopIteration:
+            return
         finally:
             torch_worker._worker_info = info
-        if sample is _END:
-            return
         yield sample

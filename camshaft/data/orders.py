@@ -17,14 +17,6 @@ VERSION = 1  # of the orders; increase it with any change that alters the order 
 _permutation = lru_cache(maxsize=16)(Permutation)  # creating one takes as long as some thousand positions
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number of samples."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if not 1 <= value <= LARGEST:
-        raise ValueError(f"{name} must be in [1, 2**62], got {value}")
-
-
 class Order(ABC):
     """Maps each position of an epoch to a sample, without any state.
 
@@ -35,7 +27,10 @@ class Order(ABC):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            check_count(name, value)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+            if not 1 <= value <= LARGEST:
+                raise ValueError(f"{name} must be in [1, 2**62], got {value}")
 
     @property
     def num_samples(self) -> int:
@@ -165,7 +160,7 @@ class Weighted(Order):
     def __init__(self, weights: Tensor | Sequence[float], length: int | None = None) -> None:
         checked = _checked_weights(weights)
         self.length = len(checked) if length is None else length
-        check_count("length", self.length)
+        self.__post_init__()
         self._num_weights, self._fingerprint = len(checked), _fingerprint(checked)
         self._upper_ends = (checked / checked.max()).cumsum(0)  # divided first, so that no sum is infinite
 

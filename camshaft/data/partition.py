@@ -110,7 +110,7 @@ def even_partition(begin: int, end: int, batch_size: int, ranks: int, drop_last:
     if drop_last or not rest:
         return Partition(ranks, begin, batch_size, full, ())
     if left < ranks:
-        raise _too_few(left, ranks, " until this epoch is over" if begin else " or more samples")
+        raise too_few(left, ranks, " until this epoch is over" if begin else " or more samples")
     last = rest if not full or 2 * rest >= batch_size else (batch_size + rest) // 2
     if last == rest >= ranks:
         return Partition(ranks, begin, batch_size, full, (end,))
@@ -122,7 +122,7 @@ def partition_of_batches(begin: int, sizes: Sequence[int], ranks: int) -> Partit
 
     Args:
         begin: the first position that is left.
-        sizes: samples in each batch that is left.
+        sizes: samples in each batch of the whole epoch.
         ranks: their number.
 
     Raises:
@@ -132,7 +132,7 @@ def partition_of_batches(begin: int, sizes: Sequence[int], ranks: int) -> Partit
     >>> [partition.bounds(step) for step in range(partition.steps)]
     [(0, 3), (3, 8)]
     """
-    ends, last, position = [], begin, begin
+    ends, last, position = [], begin, 0
     for size in sizes:
         position += size
         if position - last >= ranks:
@@ -140,12 +140,13 @@ def partition_of_batches(begin: int, sizes: Sequence[int], ranks: int) -> Partit
             last = position
     if position > last:
         if not ends:
-            raise _too_few(position - begin, ranks, "")
+            raise too_few(position - begin, ranks, "")
         ends[-1] = position
     return Partition(ranks, begin, 1, 0, tuple(ends))
 
 
-def _too_few(left: int, ranks: int, otherwise: str) -> ValueError:
+def too_few(left: int, ranks: int, otherwise: str) -> ValueError:
+    """Return the error for fewer samples than ranks, and ``otherwise``, another way out than fewer ranks."""
     return ValueError(
         f"{counted(left, 'sample')} cannot be distributed over {ranks} ranks, as each needs at least one in every "
         f"step: use at most {counted(left, 'process')}{otherwise}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from camshaft.distributed.agreement.data import BatchCount, BatchCounts
+from camshaft.distributed.agreement.ends import BatchCount, BatchCounts
 from camshaft.distributed.job import current
 from camshaft.errors import level_of_caller
 from camshaft.text import counted
@@ -44,26 +44,13 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
     if backend.topology.world_size == 1:
         yield from batches
         return
-    counts = BatchCounts.of(backend, window)
+    counts, rank = BatchCounts.of(backend, window), backend.topology.rank
     ahead: deque[Any] = deque()
     end: Exception | None = None  # a StopIteration, or what happened
-
-    def fill() -> None:
-        nonlocal end
-        try:
-            while len(ahead) < window and end is None:
-                ahead.append(next(batches))
-        except Exception as error:
-            end = error
-
-    def report() -> None:
-        has_failed = end is not None and not isinstance(end, StopIteration)
-        counts.report(BatchCount(len(ahead), f"{type(end).__name__}: {end}" if has_failed else None))
-
     given, common = 0, window
     try:
-        fill()
-        report()
+        end = _fill(ahead, batches, window)
+        counts.report(_count(ahead, end))
         while common == window:
             reports = counts.collect()
             common = min(one.count for one in reports)
@@ -72,33 +59,44 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
             for left in reversed(range(common)):
                 batch = ahead.popleft()
                 if common == window:
-                    fill()
+                    end = end or _fill(ahead, batches, window)
                     if left == 0:  # a step before it is needed, so that no rank waits
-                        report()
+                        counts.report(_count(ahead, end))
                 yield batch
             given += common
         counts.wait_for_readers()
-        failed = [rank for rank, one in enumerate(reports) if one.error is not None and one.count == common]
-        if backend.topology.rank in failed:
+        failed = [number for number, one in enumerate(reports) if one.error is not None and one.count == common]
+        if rank in failed:
             assert end is not None, "this rank has reported it"
             raise end
         if failed:
             raise RuntimeError(f"rank {failed[0]} failed to load batch {given + 1}: {reports[failed[0]].error}")
-        _warn_if_uneven([one.count - common for one in reports], given)
+        left_over = [one.count - common for one in reports]  # as far as they were read ahead
+        if (most := max(left_over)) > _FEW and rank == left_over.index(most):
+            warnings.warn(
+                f"a pass over the stream ended after {counted(given, 'batch')} of each rank, as rank "
+                f"{left_over.index(0)} has no more: rank {rank} has at least {most} left, which are dropped; "
+                "distribute the data evenly",
+                stacklevel=level_of_caller(),
+            )
     finally:
         counts.leave()
         end = None  # its traceback refers to this frame, and both would outlast the workers
 
 
-def _warn_if_uneven(left: Sequence[int], given: int) -> None:
-    """Warn on one rank if a pass ended although ranks have several batches left; they know of those read ahead."""
-    most = max(left)
-    if most > _FEW and current().topology.rank == left.index(most):
-        warnings.warn(
-            f"a pass over the stream ended after {counted(given, 'batch')} of each rank, as rank {left.index(0)} has "
-            f"no more: rank {left.index(most)} has at least {most} left, which are dropped; distribute the data evenly",
-            stacklevel=level_of_caller(),
-        )
+def _fill(ahead: deque[Any], batches: Iterator[Any], window: int) -> Exception | None:
+    """Read until there is a window of batches; return what has ended them, if they have."""
+    try:
+        while len(ahead) < window:
+            ahead.append(next(batches))
+    except Exception as error:
+        return error
+    return None
+
+
+def _count(ahead: deque[Any], end: Exception | None) -> BatchCount:
+    has_failed = end is not None and not isinstance(end, StopIteration)
+    return BatchCount(len(ahead), f"{type(end).__name__}: {end}" if has_failed else None)
 
 
 # --- copying to the GPU --------------------------------------------------------------------------------------------

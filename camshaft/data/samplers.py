@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,11 +18,10 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from camshaft.data.augmentation import Indices
 from camshaft.data.orders import Order, Sequential
-from camshaft.data.partition import Partition, even_partition, partition_of_batches
+from camshaft.data.partition import Partition, even_partition, partition_of_batches, too_few
 from camshaft.data.permutation import BLOCK, key_of
-from camshaft.distributed.agreement.data import SharedSource
-from camshaft.distributed.job import current
-from camshaft.distributed.models.mesh import data_place
+from camshaft.distributed.agreement.seed import SharedSource
+from camshaft.distributed.job import current, data_place
 from camshaft.errors import check_type
 from camshaft.seeding import manual_seed, preserved_random_state
 from camshaft.text import counted
@@ -203,8 +203,8 @@ class ExactBatchSampler(BatchSampler):
         self._pass: _Pass | None = None
         self._drawn: _DrawnEpoch | None = None
         length = source.length if isinstance(source, Order) else length_of(source)
-        if batch_size is not None:  # raises for too few samples, before anything is drawn
-            even_partition(0, length, batch_size, self.num_replicas, drop_last)
+        if batch_size is not None and not drop_last and 0 < length < self.num_replicas:
+            raise too_few(length, self.num_replicas, " or more samples")
 
     @property
     def seed(self) -> int:
@@ -242,20 +242,12 @@ class ExactBatchSampler(BatchSampler):
         if self._is_announced is False and self.num_replicas == 1 and self._shared is None:
             self._epoch += 1  # there are no other ranks to diverge from
         this: _Pass = self.next_pass()
-        source: dict[str, Any] = {}
-        if self._shared is not None:
-            backend = self._shared.backend()
-            has_mesh = backend is not None and backend.job.mesh is not None  # it ends with the job
-            if has_mesh and (now := data_place(backend)) != (self.rank, self.num_replicas):
-                raise RuntimeError(
-                    f"this loader was created for part {self.rank} of {self.num_replicas} of the data, but with the "
-                    f"mesh, this rank reads part {now[0]} of {now[1]}: call make_mesh before auto_dataloader"
-                )
-            drawn = None if this.drawn is None else this.drawn.fingerprint
+        shared, source = self._shared, dict[str, Any]()
+        if shared is not None:
             source = {"seed": this.seed, "order": self._describe(), "batch_size": self.total_batch_size}
             source |= {"drop_last": self.drop_last, "epoch": this.epoch, "samples skipped": self._begin}
-            source["hash of the samples drawn"] = drawn
-            self._shared.begin(source, bool(self._is_announced))
+            source["hash of the samples drawn"] = this.drawn and this.drawn.fingerprint
+            shared.begin(source, bool(self._is_announced))
         self._pass = this
         self._begin, self._is_announced = 0, False
         steps, step, most = this.partition.steps, 0, _FIRST
@@ -269,8 +261,8 @@ class ExactBatchSampler(BatchSampler):
             end = 0
             for number, size in enumerate(sizes, start=step + 1):
                 begin, end = end, end + size
-                if number == steps and self._shared is not None:
-                    self._shared.end(source)
+                if number == steps and shared is not None:
+                    shared.end(source)
                 yield Indices(samples[begin:end], this.seed, this.epoch)
             step, most = step + count, min(4 * most, BLOCK)
 
@@ -280,14 +272,11 @@ class ExactBatchSampler(BatchSampler):
             end = self.source.length
         else:
             if self._drawn is None or self._drawn.epoch != self.epoch:
-                cuts = self.total_batch_size is None
-                drawn = _DrawnEpoch(self.source, batches=cuts, seed=self.seed, epoch=self.epoch)
-                drawn.check(self.dataset)
-                self._drawn = drawn
+                self._drawn = _DrawnEpoch(
+                    self.source, self.total_batch_size is None, self.seed, self.epoch, _length_of_dataset(self.dataset)
+                )
             if self.total_batch_size is None:
-                ends = itertools.accumulate(self._drawn.sizes)
-                sizes = [size for size, end in zip(self._drawn.sizes, ends, strict=True) if end > begin]
-                return partition_of_batches(begin, sizes, self.num_replicas)
+                return partition_of_batches(begin, self._drawn.sizes, self.num_replicas)
             end = len(self._drawn.samples)
         return even_partition(begin, end, cast(int, self.total_batch_size), self.num_replicas, self.drop_last)
 
@@ -358,15 +347,34 @@ class ExactBatchSampler(BatchSampler):
                 has changed.
         """
         check_length(self.source, self.dataset)
-        self._check_position(position)
-        before, begin = (self._epoch, self._seed, self._drawn), position["consumed"]
+        if not all(isinstance(position.get(name), int) for name in ("epoch", "consumed", "seed")):
+            raise ValueError(f"position must contain the integers epoch, consumed and seed, got {dict(position)}")
+        begin, seed, order = position["consumed"], position["seed"], self._describe()
+        if position.get("order") != order:
+            raise ValueError(
+                f"the position was saved with other data: their order was {position.get('order')!r}, that of the "
+                f"loader is {order!r}; resume with the same data and the same shuffle=, by default True on several "
+                f"ranks and False on one, or {_RESTART_EPOCH}"
+            )
+        if self._is_seed_given and seed != self.seed:
+            raise ValueError(
+                f"the position was saved with seed {seed}, the loader has seed {self.seed}, so other samples would be "
+                f"left; pass seed={seed} to auto_dataloader, or omit seed to use the saved one"
+            )
+        before = self._epoch, self._seed, self._drawn
         if not self._is_seed_given:
-            self._seed, self._drawn = position["seed"], None
+            self._seed, self._drawn = seed, None
         self._enter(position["epoch"])
         try:
             left = self._partition(begin).steps
-            if begin:
-                self._check_drawn(position.get("drawn"))
+            if begin and self._drawn and position.get("drawn") not in (None, self._drawn.fingerprint):
+                raise ValueError(
+                    "the position was saved within an epoch, so samples would be repeated or left out, as "
+                    f"{type(self.source).__name__} yields other samples or another order now: resume with the same "
+                    "sampler, which must take its random numbers from torch, NumPy or Python, which are seeded for "
+                    "each epoch, or from a torch.Generator in an attribute generator, or seed its own in "
+                    f"set_epoch(epoch); or {_RESTART_EPOCH}"
+                )
         except Exception:
             self._enter(before[0])
             _, self._seed, self._drawn = before
@@ -376,35 +384,6 @@ class ExactBatchSampler(BatchSampler):
             begin = 0
         self._begin, self._is_announced, self._pass = begin, True, None
         return self.epoch, self.next_pass().left_out
-
-    def _check_position(self, position: Mapping[str, Any]) -> None:
-        """Raise unless a position is one in these data, with this seed."""
-        if not all(isinstance(position.get(name), int) for name in ("epoch", "consumed", "seed")):
-            raise ValueError(f"position must contain the integers epoch, consumed and seed, got {dict(position)}")
-        saved, order = position.get("order"), self._describe()
-        if saved != order:
-            raise ValueError(
-                f"the position was saved with other data: their order was {saved!r}, that of the loader is {order!r}; "
-                "resume with the same data and the same shuffle=, by default True on several ranks and False on one, "
-                f"or {_RESTART_EPOCH}"
-            )
-        if self._is_seed_given and position["seed"] != self.seed:
-            raise ValueError(
-                f"the position was saved with seed {position['seed']}, the loader has seed {self.seed}, so other "
-                f"samples would be left; pass seed={position['seed']} to auto_dataloader, or omit seed to use the "
-                "saved one"
-            )
-
-    def _check_drawn(self, wanted: str | None) -> None:
-        """Raise if a user's sampler yields another order than when a position within the epoch was saved."""
-        if self._drawn is None or wanted in (None, self._drawn.fingerprint):
-            return
-        raise ValueError(
-            "the position was saved within an epoch, so samples would be repeated or left out, as "
-            f"{type(self.source).__name__} yields other samples or another order now: resume with the same sampler, "
-            "which must take its random numbers from torch, NumPy or Python, which are seeded for each epoch, or from "
-            f"a torch.Generator in an attribute generator, or seed its own in set_epoch(epoch); or {_RESTART_EPOCH}"
-        )
 
     def _describe(self) -> str:
         if isinstance(self.source, Order):
@@ -419,14 +398,18 @@ class _DrawnEpoch:
     """One epoch of a sampler, or of a batch sampler, in memory, alike on all ranks.
 
     Args:
-        sampler: yields indices, or with ``batches`` lists of them; its random numbers come from the generators of
+        sampler: yields indices, or with ``in_batches`` lists of them; its random numbers come from the generators of
             the process, or from an attribute ``generator``, and follow from seed and epoch.
-        batches: it yields lists.
+        in_batches: it yields lists.
         seed: of the run.
         epoch: number of the epoch.
+        length: of the dataset; ``None`` if it has other keys than the numbers below its length.
+
+    Raises:
+        ValueError: an index is not in the dataset, or negative.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, batches: bool, seed: int, epoch: int) -> None:
+    def __init__(self, sampler: Iterable[Any], in_batches: bool, seed: int, epoch: int, length: int | None) -> None:
         own = (getattr(part, "generator", None) for part in chain_of(sampler))
         generators = [generator for generator in own if isinstance(generator, torch.Generator)]
         states = [generator.get_state() for generator in generators]
@@ -436,30 +419,25 @@ class _DrawnEpoch:
                 manual_seed(key)
                 for generator in generators:
                     generator.manual_seed(key)
-                drawn = [list(batch) for batch in sampler] if batches else [list(sampler)]
+                drawn = [list(batch) for batch in sampler] if in_batches else [list(sampler)]
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         self.epoch = epoch
         self.sizes = [len(batch) for batch in drawn]
         self.samples = [sample for batch in drawn for sample in batch]
+        if length is None or not self.samples:
+            return
+        with suppress(TypeError):  # names, for example
+            if wrong := [sample for sample in (min(self.samples), max(self.samples)) if not 0 <= sample < length]:
+                raise ValueError(
+                    f"the sampler yielded index {wrong[0]}, but the dataset has {counted(length, 'sample')}"
+                )
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what was drawn: the same on all ranks that drew the same."""
         return f"{crc32(repr((self.sizes, self.samples)).encode()):08x}"
-
-    def check(self, dataset: Any) -> None:
-        """Raise ``ValueError`` for an index that a dataset lacks, also a negative one; other keys are not checked."""
-        length = _length_of_dataset(dataset)
-        if length is None or not self.samples:
-            return
-        try:
-            wrong = [sample for sample in (min(self.samples), max(self.samples)) if not 0 <= sample < length]
-        except TypeError:  # names, for example
-            return
-        if wrong:
-            raise ValueError(f"the sampler yielded index {wrong[0]}, but the dataset has {counted(length, 'sample')}")
 
 
 def chain_of(sampler: Any) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from camshaft.data.loaders import auto_dataloader
+from camshaft.data.samplers import DistributedProxySampler
 from camshaft.distributed.backends.registry import available_backends
 from camshaft.distributed.collectives.api import (
     all_gather,
@@ -26,7 +28,7 @@ from camshaft.distributed.comp_models import (
 from camshaft.distributed.job import finalize, initialize, set_local_rank, sync, use_backend
 from camshaft.distributed.launch.parallel import Parallel
 from camshaft.distributed.launch.spawn import spawn
-from camshaft.distributed.models.auto import DistributedProxySampler, auto_dataloader, auto_model, auto_optim
+from camshaft.distributed.models.auto import auto_model, auto_optim
 from camshaft.distributed.models.mesh import get_data_parallel_rank, get_data_parallel_size, get_mesh, make_mesh
 from camshaft.distributed.ranks import (
     backend,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from camshaft.distributed.models.auto import DistributedProxySampler, auto_dataloader, auto_model, auto_optim
+from camshaft.data.loaders import auto_dataloader
+from camshaft.data.samplers import DistributedProxySampler
+from camshaft.distributed.models.auto import auto_model, auto_optim
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]

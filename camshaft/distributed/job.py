@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from contextvars import ContextVar
 from functools import partial
@@ -54,6 +54,27 @@ def current() -> Backend:
     if _initialized or (_process is _serial and nothing_to_adopt()):
         return _process
     return _detected()
+
+
+def data_place(
+    backend: Backend | None = None, mesh: Any = None, axes: Sequence[str] = ("dp_replicate", "dp_shard")
+) -> tuple[int, int]:
+    """Return the index of the share of the data that this rank processes, and the number of shares.
+
+    Args:
+        backend: the current one by default.
+        mesh: that of the job by default. Without any, each rank has a share of its own.
+        axes: of the mesh, along which the shares differ.
+    """
+    backend = backend or current()
+    mesh = backend.job.mesh if mesh is None else mesh
+    if mesh is None:
+        return backend.topology.rank, backend.topology.world_size
+    place, total = 0, 1
+    for name, size, index in zip(mesh.mesh_dim_names or (), mesh.shape, mesh.get_coordinate() or (), strict=False):
+        if name in axes:
+            place, total = place * size + index, total * size
+    return place, total
 
 
 def initialize(backend: str, *, debug: bool | None = None, hang_report_after: float = 60.0, **kwargs: Any) -> None:

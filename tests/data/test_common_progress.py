@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed.agreement import data
+from camshaft.distributed.agreement import seed as data
 from camshaft.engine import DeterministicEngine, Engine, Events
 from tests.ranks import on_ranks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any
 
@@ -77,11 +76,6 @@ def test_orders_do_not_change_between_versions() -> None:
     ]
 
 
-def test_sequential_keeps_the_order_of_the_data() -> None:
-    assert Sequential(LARGEST).indices(1, 2, LARGEST - 2, LARGEST).tolist() == [LARGEST - 2, LARGEST - 1]
-    assert epoch_of(Sequential(3)).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("order", [Sequential(9), *RANDOM], ids=Order.describe)
 def test_the_result_shares_no_memory_with_the_order(order: Order) -> None:
     positions = torch.arange(9)
@@ -91,6 +85,12 @@ def test_the_result_shares_no_memory_with_the_order(order: Order) -> None:
     assert positions.tolist() == list(range(9))
     assert torch.equal(order.at(0, 0, positions), kept)
     assert order.indices(0, 0, 4, 4).tolist() == []
+    assert Sequential(LARGEST).indices(1, 2, LARGEST - 2, LARGEST).tolist() == [LARGEST - 2, LARGEST - 1]
+    weights = torch.ones(100, dtype=torch.float64)
+    drawn = epoch_of(of_weights := Weighted(weights))
+    weights.zero_()
+    assert torch.equal(epoch_of(of_weights), drawn)
+    assert len(drawn) == 100
 
 
 # Windows
@@ -135,12 +135,6 @@ def test_long_windows_take_no_memory() -> None:
     assert len((samples // (10**9 + 7)).unique()) == 2
 
 
-def test_one_window_or_windows_of_one_sample_are_a_shuffle() -> None:
-    for window in (1, 1000, 10**6):
-        samples = epoch_of(ShuffledWindows(1000, window))
-        assert looks_random(histogram((samples[1:] - samples[:-1]) % 1000 // 100, 10))
-
-
 # Weights
 
 
@@ -179,20 +173,6 @@ def test_the_smallest_and_largest_random_numbers_draw_a_sample_with_a_weight(
     order = Weighted([0.0, weight, 0.0, 0.0])
     monkeypatch.setattr(permutation, "random_bits", lambda key, positions: torch.full_like(positions, bits))
     assert epoch_of(order).tolist() == [1, 1, 1, 1]
-
-
-def test_the_default_length_is_the_number_of_weights() -> None:
-    weights = torch.ones(3, requires_grad=True)
-    assert Weighted(weights).length == 3
-    assert copy.deepcopy(Weighted(weights)).length == 3
-
-
-def test_weights_are_copied() -> None:
-    weights = torch.ones(100, dtype=torch.float64)
-    order = Weighted(weights)
-    before = epoch_of(order)
-    weights.zero_()
-    assert torch.equal(epoch_of(order), before)
 
 
 # What tells orders apart, and what is refused

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import camshaft.distributed as idist
 from camshaft.data import read_ahead
 from camshaft.data.read_ahead import end_together, prefetch_to_device
-from camshaft.distributed.agreement.data import BatchCounts
+from camshaft.distributed.agreement.ends import BatchCounts
 from camshaft.distributed.backends.torch import NativeBackend
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
@@ -88,7 +88,7 @@ def counted():
     """Count agreements, and allow no collective."""
     with (
         mock.patch.object(BatchCounts, "collect", autospec=True, side_effect=BatchCounts.collect) as collect,
-        mock.patch("camshaft.distributed.agreement.data.all_gather", side_effect=AssertionError),
+        mock.patch("camshaft.distributed.agreement.ends.all_gather", side_effect=AssertionError),
         mock.patch.object(dist, "all_reduce", side_effect=AssertionError),
         mock.patch.object(dist, "broadcast", side_effect=AssertionError),
     ):
@@ -128,27 +128,11 @@ def test_the_ranks_agree_once_per_window():
         assert loader.read <= length + window, "no more is looked ahead than the window"
 
 
-@on_ranks(2)
-def test_the_store_does_not_grow():
-    with store_is_left_clean() as keys:
-        most = max(keys() for _ in ending(Loader(50), 1))
-    assert most <= 2 + 2 * 3 + 1, "what each has said, two windows, and how many have left"
-
-
 def loader_of(dataset, workers):
     """Create a loader on a rank: a daemon, which otherwise may not have workers."""
     multiprocessing.process.current_process()._config["daemon"] = False
     context = "fork" if workers else None
     return DataLoader(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_batches_of_workers_end_together(workers):
-    dataset = Samples(20 + 10 * idist.get_rank())
-    loader = loader_of(dataset, workers)
-    for _ in range(2):
-        assert len(list(ending(loader, 3))) == 10
 
 
 @on_ranks(3)
@@ -162,6 +146,8 @@ def test_an_error_of_one_rank_is_raised_on_all_at_its_step():
         assert caught.type is (KeyError if rank == 1 else RuntimeError)
         assert rank == 1 or str(caught.value) == "rank 1 failed to load batch 6: KeyError: 'broken'"
     assert list(ending(Loader(4))) == [0, 1, 2, 3], "and the next pass knows nothing of it"
+    late = Loader(5, ValueError("never reached")) if rank == 0 else Loader(4)
+    assert list(ending(late)) == [0, 1, 2, 3], "it is after the common end"
 
 
 def read_into(got, loader):
@@ -171,8 +157,11 @@ def read_into(got, loader):
 
 @on_ranks(2)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_a_worker_is_raised_on_all(workers):
+def test_batches_and_errors_of_workers_end_together(workers):
     rank = idist.get_rank()
+    loader = loader_of(Samples(20 + 10 * rank), workers)
+    for _ in range(2):
+        assert len(list(ending(loader, 3))) == 10
     dataset = Samples(20, bad=8 if rank == 0 else None)
     error, text = (
         (ValueError, "broken") if rank == 0 else (RuntimeError, "rank 0 failed to load batch [1-9]: ValueError")
@@ -183,55 +172,39 @@ def test_an_error_in_a_worker_is_raised_on_all(workers):
 
 
 @on_ranks(2)
-def test_an_error_after_the_common_end_is_not_raised():
-    loader = Loader(5, ValueError("never reached")) if idist.get_rank() == 0 else Loader(4)
-    assert list(ending(loader)) == [0, 1, 2, 3]
-
-
-@on_ranks(2)
-def test_ranks_that_stop_together_leave_no_keys():
-    for steps, window in itertools.product([1, 2, 3, 4, 7], [1, 3]):
-        with store_is_left_clean():
-            batches = iter(ending(Loader(6 + idist.get_rank()), window))
-            assert list(itertools.islice(batches, steps)) == list(range(min(steps, 6)))
-            del batches
-    assert list(ending(Loader(2))) == [0, 1]
-
-
-@on_ranks(2)
-def test_ranks_that_stop_at_different_steps_leave_no_keys():
+def test_ranks_that_stop_leave_no_keys():
     rank = idist.get_rank()
+    for together, window in itertools.product([1, 2, 3, 4, 7], [1, 3]):
+        with store_is_left_clean() as keys:
+            batches = iter(ending(Loader(6 + rank), window))
+            assert list(itertools.islice(batches, together)) == list(range(min(together, 6)))
+            assert keys() <= 2 + 2 * 3 + 1, "what each has said, two windows, and how many have left"
+            del batches
     for last, steps in itertools.product(range(2), [(1, 2), (2, 1), (3, 2), (2, 3)]):
         with store_is_left_clean():
             batches = iter(ending(Loader(9), 2))
             assert len(list(itertools.islice(batches, steps[rank]))) == steps[rank]
             if rank == last:
                 idist.barrier()
-                del batches
-            else:
-                del batches
+            del batches
+            if rank != last:
                 idist.barrier()
+    assert list(ending(Loader(2))) == [0, 1]
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_ranks_do_not_wait_for_one_that_stopped(steps):
+def test_ranks_do_not_wait_for_one_that_stopped_or_was_interrupted():
     rank = idist.get_rank()
-    with store_is_left_clean():
-        batches = iter(ending(Loader(9), 2))
-        if rank == 2:
-            assert len(list(itertools.islice(batches, steps))) == steps
-        else:
-            with pytest.raises(
-                RankDivergenceError, match=rf"rank {rank} is in a .*pass .* but ranks \[2\] failed or stopped"
-            ):
-                list(batches)
-        del batches
-
-
-@on_ranks(2)
-def test_an_interrupted_rank_ends_the_others():
-    rank = idist.get_rank()
+    message = rf"rank {rank} is in a .*pass .* but ranks \[2\] failed or stopped"
+    for steps in (1, 2, 3):
+        with store_is_left_clean():
+            batches = iter(ending(Loader(9), 2))
+            if rank == 2:
+                assert len(list(itertools.islice(batches, steps))) == steps
+            else:
+                with pytest.raises(RankDivergenceError, match=message):
+                    list(batches)
+            del batches
     loader = Loader(3, KeyboardInterrupt()) if rank == 0 else Loader(5)
     with pytest.raises(KeyboardInterrupt if rank == 0 else RankDivergenceError):
         list(ending(loader, 2))
@@ -259,31 +232,26 @@ def test_a_pass_within_one_rank_only_raises():
         read()
 
 
-@on_threads(3)
-def test_without_a_store_the_ranks_agree_by_collectives():
-    rank = idist.get_rank()
-    loader = Loader((20, 17, 30)[rank])
-    assert current().store() is None
-    for _ in range(2):
-        assert list(ending(loader, 4)) == list(range(17))
-    failing = Loader(5, ValueError("broken" * 1000)) if rank == 1 else Loader(9)
-    with pytest.raises(ValueError if rank == 1 else RuntimeError, match="broken"):
-        list(ending(failing, 4))
-
-
-def test_without_a_store_a_window_costs_one_collective():
+def test_without_a_store_the_ranks_agree_by_one_collective_per_window():
     calls = []
 
-    @on_threads(2)
+    @on_threads(3)
     def read():
-        list(ending(Loader(100), 8))
+        rank = idist.get_rank()
+        loader = Loader((20, 17, 30)[rank])
+        assert current().store() is None
+        for _ in range(2):
+            assert list(ending(loader, 4)) == list(range(17))
+        failing = Loader(5, ValueError("broken" * 1000)) if rank == 1 else Loader(9)
+        with pytest.raises(ValueError if rank == 1 else RuntimeError, match="broken"):
+            list(ending(failing, 4))
 
     with mock.patch(
-        "camshaft.distributed.agreement.data.all_gather",
+        "camshaft.distributed.agreement.ends.all_gather",
         side_effect=lambda said: calls.append(said) or idist.all_gather(said),
     ):
         read()
-    assert len(calls) == 2 * 13
+    assert len(calls) == 3 * (5 + 5 + 2)
 
 
 @on_ranks(2)
@@ -420,17 +388,13 @@ def test_one_batch_is_kept_ahead(cuda):
     ]
 
 
-def test_the_current_stream_of_the_consumer_waits(cuda):
-    steps = iter(prefetch_to_device(numbered(cuda, 2), GPU))
+def test_pageable_tensors_are_pinned_first_and_the_current_stream_waits(cuda):
+    steps = iter(prefetch_to_device(numbered(cuda, 2, pinned=False), GPU))
     next(steps)
+    assert cuda.log[:3] == ["load 0", "pin 0", "copy 0 on side"]
     cuda.consumer = Stream(cuda, "other")
     next(steps)
     assert cuda.log[-2:] == ["other waits for 2", "1 used on other"]
-
-
-def test_pageable_tensors_are_pinned_first(cuda):
-    list(prefetch_to_device(numbered(cuda, 1, pinned=False), GPU))
-    assert cuda.log[:3] == ["load 0", "pin 0", "copy 0 on side"]
 
 
 def test_tensors_in_containers_are_copied_and_nothing_else(cuda):
@@ -457,17 +421,6 @@ def test_an_error_is_raised_when_its_batch_is_read_ahead(cuda):
     with pytest.raises(ValueError, match="broken"):
         read_into(got, loader)
     assert got == [0, 1, 2]
-
-
-def test_an_error_does_not_keep_the_loader_alive(cuda):
-    loader = (traced(cuda, 1 // number, pinned=True) for number in (1, 0))
-    gone = weakref.ref(loader)
-    with no_collection():
-        try:
-            read_into([], prefetch_to_device(loader, GPU))
-        except ZeroDivisionError:
-            del loader
-        assert gone() is None
 
 
 @contextlib.contextmanager
@@ -544,14 +497,9 @@ def test_a_prefetching_loader_has_the_attributes_of_the_loader(cuda, monkeypatch
         len(prefetch_to_device(iter([])))
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("meta"), "xla:0", "mps"])
-def test_on_other_devices_the_loader_is_returned(device):
+def test_on_other_devices_the_loader_is_returned():
     loader = DataLoader([1.0])
-    assert prefetch_to_device(loader, device) is loader
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPU then, as tests/gpu sees")
-def test_the_default_device_is_that_of_the_context():
-    assert idist.device().type == "cpu"
-    loader = [torch.ones(1)]
-    assert prefetch_to_device(loader) is loader
+    for device in ("cpu", torch.device("meta"), "xla:0", "mps"):
+        assert prefetch_to_device(loader, device) is loader
+    if not torch.cuda.is_available():  # tests/gpu sees the default otherwise
+        assert prefetch_to_device(loader) is loader

@@ -121,16 +121,13 @@ def test_shares_weight_the_means_of_ranks_to_the_mean_of_the_step(run):
         torch.testing.assert_close(sum(parts) / ranks, everything)
 
 
-def test_a_huge_epoch_starts_at_once():
-    (one,) = samplers(Shuffled(10**15), 64, 1)
-    assert len(next(iter(one))) == 64
-    assert len(one) == 10**15 // 64 + 0
-    assert len(one.sampler) == 10**15
-
-
-def test_large_passes_are_read_in_blocks_that_fit_together():
+def test_an_order_is_read_in_blocks_that_fit_together_and_a_huge_one_starts_at_once():
     made = samplers(Shuffled(200_001), 10, 2)
     assert sorted(samples(passes(made))) == list(range(200_001))
+    (one,) = samplers(Shuffled(10**15), 64, 1)
+    assert len(next(iter(one))) == 64
+    assert len(one) == 10**15 // 64
+    assert len(one.sampler) == 10**15
 
 
 # --- several epochs ----------------------------------------------------------------------------------------------
@@ -143,22 +140,14 @@ def test_each_epoch_has_its_own_reproducible_order():
         for one in made:
             one.sampler.set_epoch(epoch)
         drawn.append(passes(made))
-    assert drawn[0] == drawn[2]
-    assert drawn[0] != drawn[1]
+    assert drawn[0] == drawn[2] != drawn[1]
     assert made[0].epoch == made[0].sampler.epoch == 0
-
-
-def test_in_one_process_each_pass_is_the_next_epoch():
+    assert passes(made) == drawn[0], "on several ranks, a pass without a number repeats the epoch"
     (one,) = samplers(Shuffled(30), 30, 1)
     first, second = list(one), list(one)
-    assert first != second
+    assert first != second, "in one process, it is the next one"
     one.set_epoch(1)
     assert list(one) == second
-
-
-def test_on_several_ranks_an_unnumbered_pass_repeats_the_epoch():
-    one, _ = samplers(Shuffled(30), 30, 2)
-    assert list(one) == list(one)
 
 
 # --- resuming, also on another number of ranks -------------------------------------------------------------------
@@ -198,22 +187,14 @@ def test_each_sample_comes_once_across_any_resumes(data):
     assert all(sorted(distributed) == list(range(length)) for number, distributed in seen.items() if number < epoch)
 
 
-def test_all_ranks_have_the_same_position_and_after_the_last_step_it_is_in_the_next_epoch():
+def test_a_position_is_the_same_on_all_ranks_and_belongs_to_its_pass():
     one, other = samplers(Shuffled(10), 4, 2)
     iter(one), next(iter(one)), next(iter(other))
     assert one.position(1) == other.position(1)
-    assert (one.position(1)["epoch"], one.position(1)["consumed"]) == (0, 4)
-    assert (one.position(3)["epoch"], one.position(3)["consumed"]) == (1, 0)
-    assert (one.position(1, over=True)["epoch"], one.position(1, over=True)["consumed"]) == (1, 0)
-
-
-def test_the_position_in_a_pass_is_known_after_the_next_was_announced():
-    (one,) = samplers(Shuffled(10), 4, 1)
-    batches = iter(one)
-    next(batches)
     one.set_epoch(5)
-    assert one.position(1)["epoch"] == 0
-    assert one.position(0)["consumed"] == 0
+    for batches, over, place in ((0, False, (0, 0)), (1, False, (0, 4)), (3, False, (1, 0)), (1, True, (1, 0))):
+        position = one.position(batches, over=over)
+        assert (position["epoch"], position["consumed"]) == place
 
 
 def test_the_default_seed_is_torchs_or_that_of_the_position():
@@ -253,6 +234,7 @@ def test_with_drop_last_too_few_samples_left_start_the_next_epoch():
         ({"seed": 1}, "saved with seed 1, the loader has seed 0.*pass seed=1 to auto_dataloader"),
         ({"order": "Shuffled(length=11), version 1"}, "saved with other data.*11.*10.*the same shuffle=, by default"),
         ({"epoch": "1"}, "position must contain the integers epoch, consumed and seed, got .*'epoch': '1'"),
+        ({"consumed": None}, "position must contain the integers epoch, consumed and seed, got"),
         ({"consumed": 9}, "1 sample cannot be distributed over 2 ranks.*until this epoch is over"),
     ],
 )
@@ -261,12 +243,6 @@ def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message
     with pytest.raises(ValueError, match=message):
         one.seek({**one.position(0), **change})
     assert list(one) == list(samplers(Shuffled(10), 4, 2)[0])
-
-
-def test_an_incomplete_position_is_refused():
-    (one,) = samplers(Shuffled(10), 4, 1)
-    with pytest.raises(ValueError, match="must contain the integers epoch, consumed and seed, got"):
-        one.seek({"batches": 3})
 
 
 # --- user samplers -------------------------------------------------------------------------------------------
@@ -322,12 +298,6 @@ def test_generators_are_restored_after_a_sampler_raised():
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
 
 
-def test_a_weighted_sampler_yields_the_same_on_any_number_of_ranks():
-    weighted = WeightedRandomSampler([0.1, 0.2, 0.7], 20)
-    alone = samples(passes(samplers(weighted, 8, 1)))
-    assert sorted(samples(passes(samplers(weighted, 8, 4)))) == sorted(alone)
-
-
 def test_each_batch_of_a_batch_sampler_is_distributed_over_all_ranks():
     batches = BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
     steps = passes(samplers(batches, None, 2))
@@ -336,18 +306,6 @@ def test_each_batch_of_a_batch_sampler_is_distributed_over_all_ranks():
     made = samplers(BatchSampler(SequentialSampler(range(9)), 4, drop_last=False), None, 2)
     assert passes(made) == [([0, 1], [2, 3]), ([4, 5], [6, 7, 8])]
     assert len(made[0]) == 2
-
-
-def test_a_batch_sampler_can_be_resumed():
-    def fresh():
-        return samplers(BatchSampler(RandomSampler(range(22)), 4, drop_last=False), None, 1)[0]
-
-    one = fresh()
-    whole = list(one)
-    position = one.position(2)
-    other = fresh()
-    assert other.seek(position) == (0, 2)
-    assert list(other) == whole[2:]
 
 
 def test_seeking_with_another_sampler_raises_and_changes_nothing():
@@ -395,9 +353,6 @@ def test_a_sampler_is_drawn_again_after_the_epoch_was_announced():
     assert len(one) == 4
     one.set_epoch(0)
     assert next(iter(one)) == [1, 2]
-
-
-def test_a_sampler_with_another_seed_is_not_reported_as_irreproducible():
     one, same, other = (samplers(Turned(first), 2, 1)[0] for first in (0, 0, 1))
     one.set_epoch(3)
     position = next(one.position(2) for _ in one)
@@ -405,10 +360,6 @@ def test_a_sampler_with_another_seed_is_not_reported_as_irreproducible():
     assert next(iter(same)) == [0, 1]
     with pytest.raises(ValueError, match="Turned yields other samples or another order now"):
         other.seek(position)
-
-
-def test_a_batch_sampler_over_a_tensor_can_be_drawn():
-    assert passes(samplers(BatchSampler(torch.arange(4), 2, False), None, 1)) == [([0, 1],), ([2, 3],)]
 
 
 def test_the_sampler_attribute_is_a_distributed_sampler():
@@ -498,15 +449,6 @@ def test_a_proxy_distributes_what_the_sampler_yields_seeded_with_the_epoch(sampl
     assert parts == [list(one) for one in ranks]
 
 
-def test_a_proxy_has_a_reproducible_order_per_epoch():
-    sampler = DistributedProxySampler(RandomSampler(range(100)), num_replicas=2, rank=0)
-    orders = []
-    for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
-        orders.append(list(sampler))
-    assert orders[0] == orders[2] != orders[1]
-
-
 def test_the_random_state_is_restored_when_the_sampler_fails():
     class FailingDrawing(Drawing):
         def __iter__(self):
@@ -519,18 +461,17 @@ def test_the_random_state_is_restored_when_the_sampler_fails():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_sampler_that_never_ends_is_cut_at_its_length():
-    assert list(DistributedProxySampler(Drawing(5, None), num_replicas=2, rank=1)) != []
-
-
-def test_a_proxy_distributes_batches_of_a_batch_sampler():
+def test_a_proxy_ends_after_its_length_whatever_the_sampler_yields():
     batches = BatchSampler(SequentialSampler(range(7)), batch_size=2, drop_last=False)
-    parts = [list(DistributedProxySampler(batches, num_replicas=2, rank=rank)) for rank in (0, 1)]
-    assert parts == [[[0, 1], [4, 5]], [[2, 3], [6]]]
-
-
-def test_a_proxy_of_an_empty_sampler_is_empty():
-    assert list(DistributedProxySampler(SequentialSampler([]), num_replicas=2, rank=0)) == []
+    for sampler, wanted in (
+        (batches, [[2, 3], [6]]),
+        (SequentialSampler([]), []),
+        (SequentialSampler(range(3)), [1, 0]),
+    ):
+        assert list(DistributedProxySampler(sampler, num_replicas=2, rank=1)) == wanted
+    assert len(list(DistributedProxySampler(Drawing(5, None), num_replicas=2, rank=1))) == 3
+    with pytest.raises(ValueError, match="sampler must yield 3 indices, as its length says, got none"):
+        list(DistributedProxySampler(Drawing(3, 0), num_replicas=1, rank=0))
 
 
 def test_rank_and_number_of_ranks_are_those_of_the_context():
@@ -567,13 +508,6 @@ class UnsizedSampler(EndlessSampler):
 def test_a_proxy_of_something_else_is_refused(sampler, message):
     with pytest.raises(TypeError, match=message):
         DistributedProxySampler(sampler)
-
-
-def test_a_proxy_refuses_invalid_ranks_and_samplers_without_indices():
-    with pytest.raises(ValueError, match="rank"):
-        DistributedProxySampler(SequentialSampler(range(3)), num_replicas=2, rank=2)
-    with pytest.raises(ValueError, match="sampler must yield 3 indices, as its length says, got none"):
-        list(DistributedProxySampler(Drawing(3, 0), num_replicas=1, rank=0))
 
 
 def test_batches_that_come_out_of_order_have_no_position():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
-from camshaft.data.loaders import EvenLoader, make_loader
-from camshaft.data.samplers import DistributedProxySampler
 from camshaft.distributed.backends.contract import Backend, check_ddp_options
 from camshaft.distributed.job import current
 from camshaft.distributed.models.layout import (
@@ -24,7 +19,7 @@ from camshaft.distributed.models.layout import (
     is_meta,
     remember_optimizer,
 )
-from camshaft.distributed.models.mesh import data_place, use_mesh
+from camshaft.distributed.models.mesh import use_mesh
 from camshaft.distributed.models.replicas import register
 from camshaft.dtensors import is_wrapped
 from camshaft.errors import check_type, described
@@ -32,8 +27,6 @@ from camshaft.errors import check_type, described
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
-
-__all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
 _NO_SYNC_BN = "sync_bn must be False for a model that is sharded or parallelized, got True"
 
@@ -174,65 +167,3 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     remember_optimizer(optimizer)
     return cast(AnyOptimizer, current().wrap_optimizer(optimizer, **kwargs))
-
-
-def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> DataLoader[Any]:
-    """Create a loader that yields this rank's share of the data.
-
-    Each sample of an epoch goes to one rank, once: nothing is padded, repeated or dropped, and every rank makes the
-    same number of batches, so the sizes of batches may differ by one between ranks; :attr:`Engine.batch_share`
-    corrects for it in training. Which samples make up a step follows from ``seed``, epoch and step alone, on any number
-    of ranks up to half the batch size; beyond that, a last step of fewer samples than ranks joins the one before. An
-    engine announces the epoch; one that is saved and loaded resumes with the very next sample, also on another number
-    of ranks. With a mesh (:func:`make_mesh`), "ranks" means those that divide the data: peers along ``cp`` and ``tp``
-    get the same samples, with the same random augmentation.
-
-    On several ranks, ``batch_size`` is that of all ranks together, or of each if it is smaller than their number;
-    ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are **shuffled unless
-    shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
-    for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
-    sharded by rank and worker; any other must itself yield different data on each rank, and the same data on peers. All
-    ranks end at the same step, when the first of them runs out of data. Each rank draws its own random numbers for a
-    stream.
-
-    Args:
-        dataset: what to load.
-        kwargs: for ``torch.utils.data.DataLoader``; ``pin_memory`` is on by default if the device is a GPU.
-            In addition, ``seed``: any integer, the same on all ranks. By default it is that of ``generator``, else
-            rank 0's ``torch.initial_seed()``, on all ranks; it is saved with the position, and a resumed run takes it
-            over. ``sampler`` may be an :class:`Order <camshaft.data.Order>`, such as
-            ``ShuffledWindows(len(dataset), 1000)``; other samplers, also plain sequences of indices, are drawn for a
-            whole epoch, alike on all ranks, and distributed.
-
-    Returns:
-        The loader; on XLA one that moves the batches to the device.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks, or an order
-            expects more or fewer samples than the dataset has. While it is read, if the ranks do not read the same data
-            in the same order, if the dataset has changed its length, or if a sampler yields an index that it lacks;
-            or ``in_order`` is False.
-
-    >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
-    2
-    """
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "dataset must be a dataset, got a DataLoader: pass loader.dataset, and the arguments of the loader "
-            "(batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
-        )
-    backend = current()
-    logger = logging.getLogger("camshaft.distributed.auto.auto_dataloader")
-    device = backend.device.type
-    if device == "xla" and kwargs.get("pin_memory"):
-        warnings.warn("pin_memory=True has no effect on XLA, and is turned off", stacklevel=2)
-        kwargs["pin_memory"] = False
-    kwargs.setdefault("pin_memory", device == "cuda")
-    loader = make_loader(cast("Dataset[Any]", dataset), kwargs, backend.topology, data_place(), logger)
-    final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
-    logger.info("DataLoader of %s with %s", type(dataset).__name__, {**kwargs, **final})
-    if isinstance(loader, EvenLoader):
-        loader.wrap(backend.wrap_loader)
-        return loader
-    return cast("DataLoader[Any]", backend.wrap_loader(loader))

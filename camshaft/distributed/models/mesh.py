@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.call import enter
 from camshaft.distributed.environments import detect
-from camshaft.distributed.job import current
+from camshaft.distributed.job import current, data_place
 from camshaft.errors import check_type
-from camshaft.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-_DATA_AXES, _OUTPUT_AXES = AXES[:2], AXES[:3]
 
 
 def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> DeviceMesh | None:
@@ -100,33 +98,12 @@ def get_data_parallel_size() -> int:
     return data_place()[1]
 
 
-def data_place(backend: Backend | None = None) -> tuple[int, int]:
-    """Return :func:`get_data_parallel_rank` and :func:`get_data_parallel_size`, by default of the current backend."""
-    return _place(_DATA_AXES, backend or current())
-
-
 def output_place() -> tuple[int, int]:
     """Return the index of this rank's part of the outputs, and the number of parts: only peers along ``tp`` share one.
 
     Peers along ``cp`` get the same samples, and process different parts of each sequence.
     """
-    return _place(_OUTPUT_AXES, current())
-
-
-def _place(axes: tuple[str, ...], backend: Backend) -> tuple[int, int]:
-    mesh = backend.job.mesh
-    return (backend.topology.rank, backend.topology.world_size) if mesh is None else _place_in(mesh, axes)
-
-
-def _place_in(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Return the position of this rank along some axes of a mesh, as one index, and the number of positions."""
-    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
-    place, total = 0, 1
-    for axis in axes:
-        if axis in names:
-            size = mesh.size(names.index(axis))
-            place, total = place * size + coordinate[names.index(axis)], total * size
-    return place, total
+    return data_place(axes=AXES[:3])
 
 
 def size_of(mesh: DeviceMesh, axis: str) -> int:
@@ -142,13 +119,11 @@ def use_mesh(backend: Backend, mesh: DeviceMesh) -> None:
         ValueError: it has other axes, lacks ranks, or divides the data differently from the mesh of the job.
     """
     names, size = mesh.mesh_dim_names or (), backend.topology.world_size
-    if not names or not set(names) <= set(AXES):
-        raise ValueError(f"mesh must have axes named as in {AXES}, got {names}: use make_mesh")
-    if mesh.size() != size:
-        raise ValueError(f"mesh must contain all {size} ranks, got a mesh of {mesh.size()} ranks")
+    if not names or not set(names) <= set(AXES) or mesh.size() != size:
+        raise ValueError(f"mesh must have all {size} ranks, along axes named as in {AXES}, got {mesh}: use make_mesh")
     if backend.job.mesh is None:
         backend.job.mesh = mesh
-    ours, its = data_place(), _place_in(mesh, _DATA_AXES)
+    ours, its = data_place(backend), data_place(backend, mesh)
     if ours != its:
         raise ValueError(
             f"mesh divides the data among {its[1]} ranks, of which this is number {its[0]}, but that of the job "
@@ -160,20 +135,13 @@ def _checked(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     """Return sizes that multiply to the number of ranks, with -1 resolved."""
     for name, size in sizes.items():
         check_type(name, size, int, "an integer")
-        if size < 1 and size != -1:
-            raise ValueError(f"{name} must be positive, or -1 for the remaining ranks, got {size}")
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise ValueError(f"only one axis can take the remaining ranks, got -1 for {' and '.join(open_axes)}")
+    rest = [name for name, size in sizes.items() if size == -1]
     given = math.prod(size for size in sizes.values() if size != -1)
+    fits = given > 0 and (not world_size % given if rest else given == world_size)
+    if fits and min(sizes.values()) >= -1 and len(rest) < 2:
+        return {**sizes, **dict.fromkeys(rest, world_size // given)}
     product = " * ".join(f"{name}={size}" for name, size in sizes.items())
-    if open_axes and not world_size % given:
-        return {**sizes, open_axes[0]: world_size // given}
-    if open_axes:
-        raise ValueError(
-            f"the {counted(world_size, 'rank')} cannot be divided by the other sizes, {given}, got {product}"
-        )
-    if given != world_size:
-        problem = f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}"
-        raise ValueError(f"{problem}; -1 stands for the remaining ranks")
-    return sizes
+    raise ValueError(
+        f"the product of the sizes must be the number of ranks, {world_size}, got {product}; one of them may be -1, "
+        "for the remaining ranks"
+    )

@@ -25,8 +25,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.values import is_dense
 from camshaft.distributed.failures.waiting import alone, store_at
-from camshaft.distributed.job import current
-from camshaft.distributed.models.mesh import data_place
+from camshaft.distributed.job import current, data_place
 from camshaft.dtensors import any_dtensor, is_wrapped
 from camshaft.errors import level_of_caller
 from camshaft.tree import apply_to_type

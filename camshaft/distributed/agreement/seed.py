@@ -1,7 +1,4 @@
-"""What ranks agree on about their data: a seed, that all read the same, and how many batches each of them has left.
-
-All of this goes through the store of the job, off the device.
-"""
+"""What ranks agree on about their data, through the store of the job: the seed, what they read, and what is done."""
 
 from __future__ import annotations
 
@@ -11,31 +8,22 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter, index
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backends.contract import Backend
-from camshaft.distributed.collectives.api import all_gather, broadcast
+from camshaft.distributed.collectives.api import broadcast
 from camshaft.distributed.failures.trace import num_begun
 from camshaft.distributed.failures.waiting import PAUSE, alone, store_at, wait_for
-from camshaft.distributed.job import current
+from camshaft.distributed.job import current, data_place
 from camshaft.errors import RankDivergenceError, line_of_caller
 from camshaft.text import counted
 
-_FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
 _DONE = ("epoch", "iteration", "done", "position")  # of the progress of an engine
 _PATIENCE = 10.0  # seconds for which a rank that saves waits for the others to come as far
-# In the counter of reports, a rank whose data have ended, and one that has left: above any number of the one before.
-_ENDED, _LEFT = 1 << 32, 1 << 47
-_WHAT = "a synchronized pass over the data"
-
-# --- the same data ---------------------------------------------------------------------------------------------------
 
 
 class SharedSource:
@@ -58,7 +46,7 @@ class SharedSource:
 
     def __init__(self, seed: int | None) -> None:
         backend, here = current(), alone.get()
-        self._own, self._value = torch.initial_seed(), seed
+        self._own, self._value, self._place = torch.initial_seed(), seed, data_place(backend)
         self._compared: set[str] = set()
         self._passes, self._collectives = 0, 0
         self._missed: tuple[int, int] | None = None  # the run and the iteration of a wait in vain
@@ -69,12 +57,14 @@ class SharedSource:
         self._line = line_of_caller().rpartition(os.sep)[2]  # folders may differ between nodes
         self.backend = weakref.ref(backend)  # of the thread that creates the sampler; another thread may read it
         self._name = backend.job.unique_name(f"data/{self._line}")
-        self._broadcasts = store_at(backend, self._name) is None
-        if seed is None and self._broadcasts:
-            self._value = None if here else _from_rank_0(self._own)
-        elif seed is None and backend.topology.rank == 0:
+        if seed is not None:
+            return
+        store = backend.store()
+        if store is None and here is None:
+            self._value = _from_rank_0(self._own)
+        elif store is not None and backend.topology.rank == 0:
             self._value = self._own
-            self._store().set("seed", str(self._own))
+            store.set(f"{self._name}/seed", str(self._own))
 
     def __reduce__(self) -> tuple[type[SharedSource], tuple[int]]:
         return SharedSource, (index(self),)
@@ -86,7 +76,7 @@ class SharedSource:
             RankDivergenceError: rank 0 does not create the sampler, or the run has ended.
         """
         if self._value is None:
-            self._value = _from_rank_0(self._own) if self._broadcasts else self._read()
+            self._value = self._read()
         return self._value
 
     def _store(self) -> Any:
@@ -94,21 +84,22 @@ class SharedSource:
 
     def _read(self) -> int:
         backend, store = self.backend(), self._store()
+        if backend is not None and backend.is_alive() and store is None:
+            return _from_rank_0(self._own)
         if backend is None or store is None:
             raise RankDivergenceError(
                 f"the job ended before this rank read the seed of the loader created at {self._line}, which rank 0 "
                 "chose: iterate over the loader during the job, or pass seed= to auto_dataloader"
             )
-        detail = (
-            f"rank 0 to create the loader that this rank creates at {self._line}, whose seed rank 0 chooses: create it "
-            "on the same line on all ranks, or pass seed= to auto_dataloader"
-        )
         return wait_for(
             lambda: int(store.get("seed")) if store.check(["seed"]) else None,
             *(store, "the seed of a loader"),
             ranks=[0],
             rank=backend.topology.rank,
-            detail=lambda: detail,
+            detail=lambda: (
+                f"rank 0 to create the loader that this rank creates at {self._line}, whose seed rank 0 chooses: "
+                "create it on the same line on all ranks, or pass seed= to auto_dataloader"
+            ),
         )
 
     def begin(self, source: Mapping[str, Any], is_announced: bool) -> None:
@@ -121,12 +112,17 @@ class SharedSource:
 
         Raises:
             ValueError: there is a difference.
+            RuntimeError: the mesh of the job was created after the sampler, and divides the data in another way.
         """
-        self._collectives = _num_collectives()
-        if is_announced and "announced" not in self._compared:
-            self._compare("announced", source)
-        elif not self._compared:
-            self._compare("first", source)
+        backend = self.backend()
+        if backend is not None and backend.job.mesh is not None and (now := data_place(backend)) != self._place:
+            raise RuntimeError(
+                "this loader was created for part {} of {} of the data, but with the mesh, this rank reads part {} of "
+                "{}: call make_mesh before auto_dataloader".format(*self._place, *now)
+            )
+        self._collectives, key = _num_collectives(), "announced" if is_announced else "first"
+        if key not in self._compared and (is_announced or not self._compared):
+            self._compare(key, source)
 
     def end(self, source: Mapping[str, Any]) -> None:
         """Compare a pass that was read to its end, in debug mode."""
@@ -136,8 +132,8 @@ class SharedSource:
 
     def _compare(self, key: str, source: Mapping[str, Any]) -> None:
         self._compared.add(key)
-        backend = self.backend()
-        if backend is None or alone.get() is not None or (store := self._store()) is None:
+        backend, store = self.backend(), self._store()
+        if backend is None or store is None or alone.get() is not None:
             return
         rank = backend.topology.rank
         text = json.dumps([rank, source], default=index)
@@ -215,125 +211,3 @@ def _num_collectives() -> int:
     """Return how many collectives of torch this process has begun, in all groups."""
     groups: Any = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
     return sum(num_begun(group) or 0 for group in tuple(groups))
-
-
-# --- the same number of batches ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchCount:
-    """What a rank reports.
-
-    Args:
-        count: how many batches of the window it has.
-        error: what happened when it loaded one more.
-    """
-
-    count: int
-    error: str | None = None
-
-
-class BatchCounts:
-    """The batch counts of all ranks in one pass, in the store of the job; without a store, one collective per window.
-
-    For each window the ranks add themselves to a counter, which also counts those whose data have ended and those that
-    have left. Only if there are any, a rank reads which ones, from one list. So a rank makes as many requests among a
-    thousand ranks as among two. The last rank to leave deletes all keys.
-
-    Args:
-        store: for this pass alone, or ``None``.
-        rank: of this process.
-        size: the number of ranks.
-        window: batches in a window.
-    """
-
-    def __init__(self, store: Store | None, rank: int, size: int, window: int) -> None:
-        self._store, self._rank, self._ranks, self._full = store, rank, range(size), window
-        self._mine = BatchCount(0)
-        self._window = 0
-        self._has_left = False
-
-    @classmethod
-    def of(cls, backend: Backend, window: int) -> BatchCounts:
-        """Return those of the next pass; all ranks do the same."""
-        store = store_at(backend, backend.job.unique_name("batches"))
-        return cls(store, backend.topology.rank, backend.topology.world_size, window)
-
-    def report(self, mine: BatchCount) -> None:
-        """Report for the next window, without waiting."""
-        self._mine = mine
-        self._window += 1
-        store = self._store
-        if store is None:
-            return
-        store.append(f"window/{self._window}", f"{self._rank} ")  # type: ignore[attr-defined]  # torch's stubs
-        if self._rank == 0:
-            store.delete_key(f"window/{self._window - 2}")  # all have reported for the one after it
-        has_ended = mine.count < self._full
-        if has_ended:
-            self._list(store, mine.count, mine.error)
-        store.add("reports", 1 + has_ended * _ENDED)
-
-    def collect(self) -> list[BatchCount]:
-        """Wait for the reports of all ranks, and return them in the order of the ranks.
-
-        Raises:
-            RankDivergenceError: one has left, or does not report in time.
-        """
-        store, window = self._store, self._window
-        if store is None:
-            return [BatchCount(*report) for report in all_gather((self._mine.count, self._mine.error))]
-
-        def poll() -> list[list[Any]] | None:
-            left, others = divmod(store.add("reports", 0), _LEFT)
-            ended, reports = divmod(others, _ENDED)
-            missing = window * len(self._ranks) - reports
-            if not left and (missing > 0 or not ended):
-                return None if missing > 0 else []
-            listed: list[list[Any]] = json.loads(b"[" + store.get("ends")[:-1] + b"]")
-            # a rank that has left lacks every window since
-            missing -= sum(max(0, window - last) for _, last, count, _ in listed if count is None)
-            return None if missing > 0 else listed
-
-        def detail() -> str:
-            reported = store.get(f"window/{window}").split()
-            late = [rank for rank in self._ranks if str(rank).encode() not in reported]
-            return f"ranks {late} in {_WHAT}: they are still loading a batch, run other code, or have exited"
-
-        listed = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
-        if gone := sorted(rank for rank, last, count, _ in listed if count is None and last < window):
-            raise RankDivergenceError(
-                f"rank {self._rank} is in {_WHAT}, but ranks {gone} failed or stopped before its end"
-            )
-        reports = [BatchCount(self._full)] * len(self._ranks)  # also of a rank that has reported for the next window
-        for rank, last, count, error in listed:
-            if last == window and count is not None:
-                reports[rank] = BatchCount(count, error)
-        return reports
-
-    def leave(self) -> None:
-        """Report nothing more, and do not let the others wait; the last rank deletes what is left."""
-        store = self._store
-        if store is None or self._has_left:
-            return
-        self._has_left = True
-        with suppress(RuntimeError):  # the process that holds the store has ended already
-            self._list(store, None, None)
-            if store.add("reports", _LEFT) // _LEFT == len(self._ranks):
-                windows = (f"window/{self._window + offset}" for offset in (-1, 0, 1))
-                for key in (*windows, "ends", "reports"):
-                    store.delete_key(key)
-
-    def wait_for_readers(self) -> None:
-        """Wait on rank 0 until all have left, but not for long: its process may end next, and the store with it."""
-        began = time.monotonic()
-        with suppress(RuntimeError):
-            while self._store and not self._rank and self._store.check(["reports"]):
-                if (waited := time.monotonic() - began) > _FAREWELL:
-                    break
-                time.sleep(min(PAUSE, max(PAUSE / 50, waited / 4)))
-
-    def _list(self, store: Store, count: int | None, error: str | None) -> None:
-        """Add this rank to those whose data have ended in this window or, without a count, that have left after it."""
-        entry = json.dumps([self._rank, self._window, count, error]) + ","
-        store.append("ends", entry)  # type: ignore[attr-defined]  # torch's stubs

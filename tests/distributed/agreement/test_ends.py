@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from camshaft.distributed.agreement.data import BatchCount, BatchCounts
+from camshaft.distributed.agreement.ends import BatchCount, BatchCounts
 from camshaft.errors import RankDivergenceError
 from tests.distributed.failures.stand_in import CountingStore
 from tests.limits import HANG
@@ -52,7 +52,7 @@ def test_rank_0_stays_until_all_have_read():
 
 def test_rank_0_does_not_stay_for_ever():
     first = BatchCounts(dist.HashStore(), 0, 2, 8)
-    with mock.patch("camshaft.distributed.agreement.data._FAREWELL", 0.05):
+    with mock.patch("camshaft.distributed.agreement.ends._FAREWELL", 0.05):
         first.leave()
         first.wait_for_readers()
 
