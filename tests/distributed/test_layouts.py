@@ -27,6 +27,8 @@ LAYOUTS = (
     {"tp": 4},
     {"dp_shard": 2, "tp": 2},
     {"dp_replicate": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2},
+    {"dp_replicate": 2, "cp": 2},
 )
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 STEPS = 20

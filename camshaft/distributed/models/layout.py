@@ -12,12 +12,11 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from camshaft import activity
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.call import enter
 from camshaft.distributed.models.mesh import size_of
-from camshaft.dtensors import any_dtensor, is_fully_sharded
-from camshaft.errors import annotate, check_type, described
+from camshaft.dtensors import any_dtensor
+from camshaft.errors import described
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,18 +52,12 @@ class Layout:
         """
         self._blocks(model)
         names = [name for name, _ in model.named_modules()]
-        if self.tensor_plan is not None:
-            from torch.distributed.tensor.parallel import ParallelStyle
-
-            check_type("tensor_plan", self.tensor_plan, (dict, ParallelStyle), "a dict of styles, or a style")
-            plan = self.tensor_plan if isinstance(self.tensor_plan, dict) else {"": self.tensor_plan}
-            for pattern, style in plan.items():
-                check_type(f"tensor_plan[{pattern!r}]", style, ParallelStyle, "a ParallelStyle")
-                if not any(_matches(name, pattern) for name in names):
-                    raise ValueError(
-                        f"tensor_plan has a pattern that matches no module, {pattern!r}, where * matches one component "
-                        f"of a name: the model has {_listed(names)}"
-                    )
+        for pattern in self._styles():
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(
+                    f"tensor_plan has a pattern that matches no module, {pattern!r}, where * matches one component "
+                    f"of a name: the model has {_listed(names)}"
+                )
         if mesh is None:
             return
         if self.tensor_plan is None and size_of(mesh, "tp") > 1 and not has_distributed(model):
@@ -74,8 +67,6 @@ class Layout:
             )
         if self.tensor_plan is not None and has_distributed(model):
             raise ValueError("tensor_plan must be None for a model that is parallelized already, got a plan")
-        if self._is_sharded(mesh) and "dp_shard" not in (mesh.mesh_dim_names or ()):
-            raise ValueError(f"mesh must have an axis 'dp_shard' to shard over, got {mesh}: use make_mesh")
 
     def is_replicated(self, mesh: DeviceMesh) -> bool:
         """Return whether all ranks hold the full model, so that ``DistributedDataParallel`` is sufficient."""
@@ -90,8 +81,6 @@ class Layout:
         Raises:
             ValueError: modules that shared a weight no longer do.
         """
-        if explained not in activity.explainers:
-            activity.explainers.append(explained)
         before = dict(model.named_parameters(remove_duplicate=False))
         with enter("auto_model", backend, None, how=f"mesh {mesh.mesh_dim_names}"):
             backend.broadcast_model(model)
@@ -99,15 +88,9 @@ class Layout:
         if self.tensor_plan is not None and size_of(mesh, "tp") > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
-            plan = self.tensor_plan if isinstance(self.tensor_plan, dict) else {"": self.tensor_plan}
-            for pattern, style in plan.items():
-                for name, module in [found for found in model.named_modules() if _matches(found[0], pattern)]:
-                    try:  # the weights are equal already
-                        parallelize_module(module, mesh["tp"], style, src_data_rank=None)
-                    except Exception as error:
-                        what = f"{name or 'the model'} ({type(module).__name__})"
-                        annotate(error, f"tensor_plan[{pattern!r}] applies {type(style).__name__} to {what}")
-                        raise
+            for pattern, style in self._styles().items():
+                for module in [module for name, module in model.named_modules() if _matches(name, pattern)]:
+                    parallelize_module(module, mesh["tp"], style, src_data_rank=None)  # the weights are equal already
         if self._is_sharded(mesh):
             self._shard(model, mesh)
         else:
@@ -126,6 +109,10 @@ class Layout:
                 )
             if id(parameter) not in kept:
                 setattr(parameter, _REPLACED, first)
+
+    def _styles(self) -> Mapping[str, Any]:
+        """Return the plan, by the patterns of the names of modules."""
+        return self.tensor_plan if isinstance(self.tensor_plan, Mapping) else {"": self.tensor_plan}
 
     def _is_sharded(self, mesh: DeviceMesh) -> bool:
         alone = all(size_of(mesh, axis) == 1 for axis in ("dp_replicate", "dp_shard", "cp"))
@@ -151,17 +138,12 @@ class Layout:
             found = [module for module in inside if self.shard(module)]
         else:
             kinds = (self.shard,) if isinstance(self.shard, type) else tuple(self.shard)
-            for kind in kinds:
-                if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-                    raise TypeError(f"shard must be classes of modules, a predicate or None, got {kind!r} among them")
-            found = [module for module in inside if isinstance(module, kinds)]
             if not kinds:
                 return []
+            found = [module for module in inside if isinstance(module, kinds)]
         if not found:
             names = _listed(sorted({type(module).__name__ for module in inside})) or "no submodules"
             raise ValueError(f"shard matches no module, got {described(self.shard)}: the model has {names}")
-        if any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in found):
-            raise ValueError(f"shard must match modules that are called, not lists of them, got {self.shard!r}")
         return found
 
     def _broadcast_shards(self, model: nn.Module, mesh: DeviceMesh, backend: Backend) -> None:
@@ -174,26 +156,6 @@ class Layout:
                 if size_of(mesh, axis) > 1:
                     group = mesh[axis].get_group()
                     local.copy_(backend.broadcast(local.contiguous(), backend.members(group)[0], group))
-
-
-def explained(error: BaseException) -> BaseException:
-    """Add a note to an error of a run that torch raises if a method of a sharded model is called in place of forward.
-
-    Its weights are still DTensors there.
-    """
-    trace, method, module = error.__traceback__, "", None
-    while trace is not None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-        code, this = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
-        if module is None and isinstance(this, nn.Module) and is_fully_sharded(this):
-            method, module = code.co_name, this
-        trace = trace.tb_next
-    if module is not None and method not in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
-        annotate(
-            error,
-            f"{type(module).__name__}.{method} was called on a sharded model, whose weights are gathered for forward "
-            f"only: call torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) after auto_model",
-        )
-    return error
 
 
 def has_distributed(model: nn.Module) -> bool:
