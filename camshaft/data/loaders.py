@@ -129,6 +129,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     # torch checks these late, or not at all
     if options.get("shuffle") not in (None, True, False):
         raise TypeError(f"shuffle must be True, False or None, got {options['shuffle']!r}")
+    check_type("batch_size", options.get("batch_size"), (int, NoneType), "an integer or None")
     check_type("num_workers", options.get("num_workers", 0), int, "an integer")
     check_type("generator", options.get("generator"), (torch.Generator, NoneType), "a torch.Generator or None")
     seed, batch_sampler = options.pop("seed", None), options.pop("batch_sampler", None)
@@ -166,7 +167,7 @@ def _over_samples(
         )
     if not isinstance(sampler, Order | None) and not hasattr(sampler, "__iter__") and not hasattr(sampler, "__len__"):
         raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
-    total = batch_size * size if isinstance(batch_size, int) and batch_size < size else batch_size
+    total = batch_size if batch_size is None or batch_size >= size else batch_size * size
     if is_distributed or (is_alone and (total is None or not isinstance(sampler, Order | Sized | None))):
         return PlainLoader(dataset, batch_size=total and total // size, sampler=sampler, **options)
     if total is None:
@@ -229,7 +230,7 @@ def _over_stream(
 ) -> DataLoader[Any]:
     (rank, size), workers, batch_size = place, options.get("num_workers", 0), options.pop("batch_size", 1)
     has_shards = callable(getattr(dataset, "shard", None))
-    per_rank = batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
+    per_rank = batch_size if batch_size is None or batch_size < size else batch_size // size
     if is_alone:
         shards = getattr(dataset, "num_shards", None)
         has_shards = has_shards and workers > 0 and not (isinstance(shards, int) and shards < workers)

@@ -214,15 +214,6 @@ def test_collating_is_seeded(dataset, workers):
     assert len(torch.cat(seen)[:, 0].unique()) == 2 * N
 
 
-def test_collating_draws_other_numbers_than_fetching():
-    class First(Dataset):
-        def __getitems__(self, indices):
-            return draw()
-
-    seen = next(iter(SeededLoader(First(), batch_sampler=[Indices([0], 1, 1)], collate_fn=lambda data: (data, draw()))))
-    assert not set(seen[0]) & set(seen[1])
-
-
 # The main process
 
 

@@ -312,6 +312,7 @@ REFUSED = [
     ({"dataset": DataLoader([1, 2], 2)}, TypeError, r"got a DataLoader: pass loader\.dataset, and the arguments"),
     ({"dataset": []}, ValueError, "dataset must have at least one sample, got an empty list"),
     ({"shuffle": "no"}, TypeError, "shuffle must be True, False or None, got 'no'"),
+    ({"batch_size": "4"}, TypeError, "batch_size must be an integer or None, got '4' of type str"),
     ({"num_workers": None}, TypeError, "num_workers must be an integer, got None"),
     ({"generator": 3}, TypeError, r"generator must be a torch\.Generator or None, got 3"),
     ({"seed": 1.5}, TypeError, "seed must be an integer, got 1.5 of type float"),

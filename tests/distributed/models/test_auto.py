@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -83,38 +82,6 @@ def test_a_compiled_model_trains_as_in_one_process_whichever_comes_first():
     second = torch.compile(idist.auto_model(Net(), find_unused_parameters=True), backend="eager")
     assert idist.auto_model(second) is second
     close(trained(second, mine(INPUTS), mine(TARGETS)), alone)
-
-
-@on_ranks(2)
-def test_a_wrapped_model_is_returned_unchanged():
-    from torch.distributed.fsdp import fully_shard
-
-    model = idist.auto_model(nn.Linear(4, 1))
-    assert idist.auto_model(model) is model
-    sharded = nn.Linear(4, 1)
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-    assert idist.auto_model(sharded) is sharded
-
-
-@on_ranks(2)
-def test_two_models_train_each_with_its_optimizer():
-    def played(generator, critic, inputs):
-        teach, judge = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
-        teach, judge = idist.auto_optim(teach), idist.auto_optim(judge)
-        for _ in range(3):
-            judge.zero_grad()
-            (critic(generator(inputs).detach()) - critic(inputs)).mean().backward()
-            judge.step()
-            teach.zero_grad()
-            (-critic(generator(inputs))).mean().backward()
-            teach.step()
-        return [tensor.detach().clone() for model in (generator, critic) for tensor in model.parameters()]
-
-    def models():
-        return nn.Sequential(Net().first, nn.Tanh()), nn.Sequential(Net().second, nn.Tanh(), Net().last)
-
-    alone = played(*models(), INPUTS)
-    close(played(*map(idist.auto_model, models()), mine(INPUTS)), alone)
 
 
 @on_ranks(2)
