@@ -52,7 +52,7 @@ class SeededLoader(DataLoader[Sample]):
     with which torch seeds new workers come from the batch sampler's ``seed`` and ``epoch``, if it has them. For other
     batch samplers, and for in-memory datasets with torch's default collation, this is a ``DataLoader``.
 
-    >>> class Noise(Dataset[float]):
+    >>> class Noise(torch.utils.data.Dataset[float]):
     ...     def __getitem__(self, index: int) -> float:
     ...         return torch.rand(()).item()
     >>> batches = [Indices([0, 1], seed=17, epoch=1), Indices([2, 0], seed=17, epoch=1)]
