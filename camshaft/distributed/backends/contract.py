@@ -261,9 +261,14 @@ class Backend(ABC):
         Returns an empty sequence for a group whose ranks this rank, as it is not a member, does not know.
         """
 
+    @cached_property
+    def everyone(self) -> Sequence[int]:
+        """All ranks."""
+        return range(self.topology.world_size)
+
     def members(self, group: Group | None) -> Sequence[int]:
         """Return the global ranks of a group; of ``None``, all ranks."""
-        return range(self.topology.world_size) if group is None else self.ranks_of(group) or ()
+        return self.everyone if group is None else self.ranks_of(group) or ()
 
     @property
     def members_make_groups(self) -> bool:

@@ -19,8 +19,8 @@ from camshaft.distributed.collectives.values import (
     all_to_all_values,
     broadcast_value,
     check_reduction,
+    copied_back,
     gather_values,
-    in_place,
     prepared,
     reduced_number,
     scatter_values,
@@ -52,12 +52,16 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
     (3, tensor([1., 2.]))
     """
     backend = current()
-    check_reduction(backend, tensor, op)
-    with enter("all_reduce", backend, group, tensor, op) as call:
+    if op != "SUM" or tensor is None:  # every backend adds up everything else
+        check_reduction(backend, tensor, op)
+    with Call("all_reduce", backend, group) as call:
         if not call.is_member:
             return tensor
+        call.begin(tensor, op)
         if isinstance(tensor, Tensor):
-            return cast(T, in_place(backend, tensor, backend.all_reduce, op, call.group))
+            here = prepared(backend, tensor, in_place=True)
+            reduced = backend.all_reduce(here, op, call.group)
+            return tensor if reduced is tensor else cast(T, copied_back(reduced, tensor))
         return cast(T, reduced_number(backend, tensor, op, call.group, len(call.ranks)))
 
 
@@ -175,7 +179,9 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
                 raise wrong
         call.begin(None if safe_mode else tensor, root=src)
         if isinstance(tensor, Tensor) and not safe_mode:
-            return in_place(backend, tensor, backend.broadcast, src, call.group)
+            here = prepared(backend, tensor, in_place=True)
+            sent = backend.broadcast(here, src, call.group)
+            return tensor if sent is tensor else copied_back(sent, tensor)
         return broadcast_value(backend, tensor, src, call.group, wrong)
 
 
@@ -294,8 +300,9 @@ def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
 def barrier(group: Any = None) -> None:
     """Wait until all ranks of a group have called this."""
     backend = current()
-    with enter("barrier", backend, group) as call:
+    with Call("barrier", backend, group) as call:
         if call.is_member:
+            call.begin()
             backend.barrier(call.group)
 
 

@@ -47,7 +47,7 @@ class Call:
         self._added: list[Any] | None = None  # to the calls of the backend
         self._has_begun = self._is_tensor = False
         if group is None:  # not worth a call
-            self.group, self.ranks, self.is_member = None, backend.members(None), True
+            self.group, self.ranks, self.is_member = None, backend.everyone, True
         else:
             self.group, self.ranks = _resolve(backend, group)
             self.is_member = backend.topology.rank in self.ranks
@@ -66,10 +66,11 @@ class Call:
             TypeError: in debug mode, the tensor is sparse, quantized, nested or on ``meta``.
         """
         backend = self._backend
-        if not self.is_member or (backend.name is None and alone.get() is None):  # nothing is checked or recorded
+        block = alone.get()
+        if not self.is_member or (backend.name is None and block is None):  # nothing is checked or recorded
             return
         job = backend.job
-        if alone.get() is not None:
+        if block is not None:
             check_all_present(self._collective, self.ranks, backend.topology.rank)
         if job.verdict is not None:
             raise job.verdict()

@@ -131,15 +131,32 @@ class Buffer:
         return memoryview(self._content if self._is_here else bytes_of(self.tensor if moved is None else moved))
 
 
-def prepared(backend: Backend, tensor: Tensor, collective: str = "") -> Tensor:
+def prepared(backend: Backend, tensor: Tensor, collective: str = "", in_place: bool = False) -> Tensor:
     """Return a tensor on the device and in the layout that the backend works on, without its graph.
 
-    With the name of a collective whose result often enters a loss, warn if the tensor has a graph.
+    Args:
+        backend: of this rank.
+        tensor: of the user.
+        collective: the name of one whose result often enters a loss, to warn if the tensor has a graph.
+        in_place: the result is written into the tensor, by :func:`copied_back` unless the backend has done it.
 
     Raises:
         TypeError: it is sparse, quantized, nested or on ``meta``.
+        ValueError: it is written to, and several elements share memory.
     """
-    check_dense(tensor)
+    is_elsewhere = tensor.device != backend.device
+    if is_elsewhere or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        check_dense(tensor)  # not in every call: this function is on the way of small collectives
+    is_contiguous = tensor.is_contiguous()
+    if (
+        in_place
+        and not is_contiguous
+        and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    ):
+        raise ValueError(
+            "tensor must have its own memory for each element, got one that was expanded to "
+            f"{tuple(tensor.shape)}: make it contiguous first"
+        )
     if tensor.requires_grad:
         if collective and tensor.grad_fn is not None and torch.is_grad_enabled():
             warnings.warn(
@@ -150,9 +167,9 @@ def prepared(backend: Backend, tensor: Tensor, collective: str = "") -> Tensor:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.device != backend.device:
+    if is_elsewhere:
         tensor = backend.bring(tensor)
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    return tensor if is_contiguous else tensor.contiguous()
 
 
 def check_dense(tensor: Tensor) -> None:
@@ -162,24 +179,8 @@ def check_dense(tensor: Tensor) -> None:
         raise TypeError(f"tensor must be dense and hold values, got a {kind} one on {tensor.device}")
 
 
-def in_place(backend: Backend, tensor: Tensor, operate: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Operate on the tensor itself if possible, else on a copy whose result is copied back.
-
-    Raises:
-        TypeError: as for :func:`prepared`.
-        ValueError: several elements share memory.
-    """
-    here = prepared(backend, tensor)
-    if here is not tensor and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise ValueError(
-            "tensor must have its own memory for each element, got one that was expanded to "
-            f"{tuple(tensor.shape)}: make it contiguous first"
-        )
-    result = operate(here, *arguments)
-    if result is tensor:
-        return tensor
+def copied_back(result: Tensor, tensor: Tensor) -> Tensor:
+    """Copy what a backend returned into the user's tensor, unless it is there already, and return that tensor."""
     if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.copy_(result)
