@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import attrgetter, index
 from typing import Any
 

@@ -85,8 +85,7 @@ class Observer:
             is_urgent: whether they must be in it, however often they were read.
         """
         now = time.monotonic()
-        frames = sys._current_frames()
-        del frames[get_ident()]  # a frame that refers to itself would keep alive what it refers to
+        frames = _other_threads()
         stack, doing = stack_of(frames.get(self._main))
         status: dict[str, Any] = {
             "time": now,
@@ -142,6 +141,7 @@ class Observer:
         running = [one for one in calls if not one.is_done and one.thread in stacks]
         latest = {one.thread: one for one in calls}
         running = [one for one in running if not latest[one.thread].is_done]  # one that has failed stays unfinished
+        reached = _other_threads()  # a call that was read may have begun since the other frames were taken
         return {
             "calls": [[one.group, one.sequence, one.operation, one.value, one.size] for one in calls if one.library],
             "begun": dict(found.begun),
@@ -154,7 +154,7 @@ class Observer:
                     "operation": one.operation,
                     "value": one.value,
                     "began": one.began,
-                    **named(stacks[one.thread], one.operation),
+                    **named(stack_of(reached.get(one.thread))[0], one.operation),
                 }
                 for one in [*running[: _MOST_WAITS - 1], *running[_MOST_WAITS - 1 :][-1:]]
             ],
@@ -176,6 +176,13 @@ class Observer:
         if "/distributed_c10d.py" in inner and (is_busy_waiting or thread != self._main):
             return True
         return thread == self._main and self._idle_for > PATIENCE and not is_busy_waiting
+
+
+def _other_threads() -> dict[int, FrameType]:
+    """Return where the other threads are; a frame that refers to itself would keep alive what it refers to."""
+    frames = sys._current_frames()
+    del frames[get_ident()]
+    return frames
 
 
 def _place(frame: FrameType) -> Any:
