@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from contextvars import ContextVar
 from functools import partial
 from io import StringIO
@@ -26,7 +26,7 @@ from camshaft.distributed.backends.registry import adopt, joined, module_of, not
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.environments import detect, infer, torchrun_agent
 from camshaft.distributed.failures import debug as debug_mode
-from camshaft.errors import check_type, line_of_error
+from camshaft.errors import RankDivergenceError, RankFailedError, check_type, line_of_error
 
 logger = logging.getLogger("camshaft.distributed")
 _serial = SerialBackend()
@@ -227,33 +227,48 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
 class ExceptHook(Resource):
     """Publishes an error that ends this process before its traceback is written, as long as the job lasts.
 
-    Ctrl-C interrupts all processes of a job, and none of their tracebacks is of any use, so there is one line instead.
+    What ends all processes of a job is reported once per machine, and by the others in a line: the tracebacks of ranks
+    that only learned of it are of no use. Nor are those of Ctrl-C, which gets a line of rank 0.
 
     Other hooks, such as torch's of the next job, may refer to this one for longer, so it only passes errors on then.
 
     Args:
         job: of this rank; ``None`` in a process that has started others.
-        rank: the rank; rank 0 writes the line.
+        rank: the rank.
     """
 
     def __init__(self, job: Job | None, rank: int = 0) -> None:
         self._job, self._rank = job, rank
+        self._watcher = None if job is None else job.find(failures.Watcher)
+        self._closed_by: int | None = None  # the error that was on its way then, without what it refers to; 0 for none
         self._previous, sys.excepthook = sys.excepthook, self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Publish the error, and pass on what is to be reported in its place."""
-        watcher = None if self._job is None else self._job.find(failures.Watcher)
+        is_concerned = self._closed_by in (None, id(error))
+        watcher = self._watcher if is_concerned and self._job is not None and self._job.is_ours else None
         found = error if watcher is None else watcher.fail(error)
-        is_interrupt = isinstance(found, KeyboardInterrupt)
-        if is_interrupt and self._rank == 0:
-            where = [*getattr(found, "__notes__", ()), f"at {line_of_error(found)}"]
-            sys.stderr.write(f"{activity.summary(found)}, {', '.join(where)}\n")
-        with redirect_stderr(StringIO()) if is_interrupt else nullcontext():  # other hooks do not only print
+        place = f"at {line_of_error(found)}"
+        with ExitStack() as stack:
+            line = None
+            if isinstance(found, KeyboardInterrupt):
+                where = ", ".join([activity.summary(found), *getattr(found, "__notes__", ()), place])
+                line = f"{where}\n" if self._rank == 0 else ""
+            elif watcher is not None and isinstance(found, (RankDivergenceError, RankFailedError)):
+                reporter = stack.enter_context(watcher.reported_by())
+                if reporter is not None:
+                    what = f"{type(found).__name__}: {str(found).splitlines()[0].rstrip(':')}"
+                    line = f"rank {self._rank}, {place}: {what}; see the report of rank {reporter}\n"
+            if line is not None:
+                sys.stderr.write(line)
+                stack.enter_context(redirect_stderr(StringIO()))  # other hooks do not only print
             self._previous(type(found), found, found.__traceback__)
 
     def close(self) -> None:
-        """Remove the hook, unless another one was set on top of it, or an interrupt is on its way to the end."""
-        if sys.excepthook is self and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        """Remove the hook, unless another one was set on top of it, or an error is on its way to the end."""
+        error = sys.exc_info()[1]
+        self._closed_by = 0 if error is None else id(error)
+        if sys.excepthook is self and error is None:
             sys.excepthook = self._previous
 
 

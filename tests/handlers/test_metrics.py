@@ -411,7 +411,7 @@ def test_metrics_are_restored_after_an_error():
 @on_threads(4)
 def test_the_samples_of_ranks_that_share_them_count_once():
     place = idist.get_rank() // 2
-    names = {"mesh_dim_names": ("dp_shard", "tp"), "size": [2, 2].__getitem__, "get_coordinate": lambda: [place, 0]}
+    names = {"mesh_dim_names": ("dp_shard", "tp"), "shape": (2, 2), "get_coordinate": lambda: [place, 0]}
     current().job.mesh = SimpleNamespace(**names)
     metrics = run({"sum": library.SumMetric(), "all": library.CatMetric()}, [1.0 + place, 3.0 + place])
     assert metrics["sum"] == 10.0
@@ -423,7 +423,7 @@ def test_ranks_that_divide_sequences_all_count():
     rank = idist.get_rank()
     names = {
         "mesh_dim_names": ("dp_shard", "cp"),
-        "size": [2, 2].__getitem__,
+        "shape": (2, 2),
         "get_coordinate": lambda: divmod(rank, 2),
     }
     current().job.mesh = SimpleNamespace(**names)

@@ -37,7 +37,8 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
-_PREFIX, _SUFFIX, _STACKS = "camshaft-", ".record", ".stacks"
+PREFIX, REPORTED = "camshaft-", ".reported"
+_SUFFIX, _STACKS = ".record", ".stacks"
 _FATAL = "Fatal Python error: "  # what faulthandler begins with when a process crashes
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
 _MAGIC = b"camshaft record 4"
@@ -104,7 +105,7 @@ class Record:
         self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
         self._facts["start"] = start_of(os.getpid())
         self._job = ""
-        temporary, self._file = _created(_folders() if folder is None else [folder])
+        temporary, self._file = _created(default_folders() if folder is None else [folder])
         self._map = mmap.mmap(self._file, _SIZE)
         self._map[: len(_MAGIC)] = _MAGIC
         self.job = ""
@@ -350,9 +351,9 @@ def find(folder: Path | None = None) -> list[Path]:
         folder: where to look; by default, wherever records are created by default.
     """
     names: list[tuple[Path, str]] = []
-    for one in _folders() if folder is None else [folder]:
+    for one in default_folders() if folder is None else [folder]:
         with suppress(OSError):  # this process may have too many files open
-            names += [(one, name) for name in os.listdir(one) if name.startswith(_PREFIX)]  # faster than glob
+            names += [(one, name) for name in os.listdir(one) if name.startswith(PREFIX)]  # faster than glob
     return [one / name for one, name in sorted(names) if name.endswith(_SUFFIX)]
 
 
@@ -367,7 +368,8 @@ def remove(path: Path, keep: bool = False) -> None:
         path.unlink(missing_ok=True)
 
 
-def _folders() -> list[Path]:
+def default_folders() -> list[Path]:
+    """Return where the files of a job may be on this machine, the first choice first."""
     return [folder for folder in (_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
@@ -377,7 +379,7 @@ def _created(folders: Sequence[Path]) -> tuple[Path, int]:
         raise OSError(errno.ENOTSUP, "records need flock")
     failure: OSError = FileNotFoundError(errno.ENOENT, "there is no folder for records")
     for folder in folders:
-        path = folder / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}.tmp"
+        path = folder / f"{PREFIX}{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}.tmp"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -398,7 +400,7 @@ def _created(folders: Sequence[Path]) -> tuple[Path, int]:
 def _remove_old(folder: Path) -> None:
     """Remove the records of processes that ended long ago, or before many others."""
     found = []
-    for path in (*folder.glob(f"{_PREFIX}*{_SUFFIX}"), *folder.glob(f"{_PREFIX}*{_SUFFIX}.tmp")):
+    for path in (*folder.glob(f"{PREFIX}*{_SUFFIX}"), *folder.glob(f"{PREFIX}*{_SUFFIX}.tmp")):
         with suppress(OSError):
             found.append((time.time() - path.lstat().st_mtime, path))
     for index, (age, path) in enumerate(sorted(found)):
@@ -406,7 +408,11 @@ def _remove_old(folder: Path) -> None:
             with suppress(OSError), _opened(path) as file:
                 if _can_lock(file):
                     remove(path)
-    for path in folder.glob(f"{_PREFIX}*{_STACKS}"):
+    for path in folder.glob(f"{PREFIX}*{REPORTED}"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _MAX_AGE:
+                path.unlink()
+    for path in folder.glob(f"{PREFIX}*{_STACKS}"):
         if not path.with_suffix(_SUFFIX).exists():  # it is created after the record, and removed before
             with suppress(OSError):
                 path.unlink()

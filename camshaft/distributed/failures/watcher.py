@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event, Thread, get_ident, main_thread
@@ -33,6 +33,7 @@ from camshaft.activity import summary
 from camshaft.distributed.backends.contract import Backend, Resource
 from camshaft.distributed.failures import reports, verdicts
 from camshaft.distributed.failures.board import Board
+from camshaft.distributed.failures.once import reporting
 from camshaft.distributed.failures.record import Node, Record, Snapshot, remove
 from camshaft.distributed.failures.status import PATIENCE, Observer, named, stack_of
 from camshaft.distributed.failures.trace import Call, Calls, Found, Trace
@@ -244,6 +245,19 @@ class Watcher(Resource):
             if not self._thread.is_alive() or self._has_verdict.wait(URGENT):
                 break
         return self._has_verdict.is_set()
+
+    def reported_by(self) -> AbstractContextManager[int | None]:
+        """Return a block in which this rank prints its error; it yields the rank of this machine that has, if any.
+
+        The error of a rank is printed by itself, and a verdict by one of those that raise it.
+        """
+        final = self._final
+        if not self._has_verdict.is_set() or final is None:
+            return nullcontext()
+        near = {} if self._node is None else self._node.read(is_urgent=True)
+        if (failed := final.get("rank")) in near:
+            return nullcontext(failed)
+        return reporting(self.board.job, self._rank)
 
     def leave(self, how: str) -> None:
         """Publish how this rank leaves the job."""

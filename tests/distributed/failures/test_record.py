@@ -273,7 +273,7 @@ def without_space(folder: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed_has_no_records(record: Record, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_folders", lambda: [tmp_path / "gone", tmp_path])
+    monkeypatch.setattr(module, "default_folders", lambda: [tmp_path / "gone", tmp_path])
     assert find() == [record.path]
 
 
