@@ -35,7 +35,8 @@ from camshaft.handlers.utils import check_engine, integer
 __all__ = ["Preemption"]
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows lacks one
-_ECHO = 1.0  # seconds in which launchers forward a signal that the whole process group has received already
+_ECHO = 5.0  # seconds in which launchers forward a signal that the whole process group has received already
+_LINGERS = 1.0  # the same at the end of a run, when only the exit code depends on it
 
 
 class Preemption:
@@ -46,7 +47,7 @@ class Preemption:
     ``TERMINATE``, unless it has just been saved; all ranks wait for the file, and the run ends as after
     ``engine.terminate()``. A signal that arrives when the target is reached changes nothing.
 
-    A second signal, 1 s or more after the first, has its default action: the process ends at once, with the exit code
+    A second signal, 5 s or more after the first, has its default action: the process ends at once, with the exit code
     128 + its number in a shell. Handlers that the script has set for the signals are restored when ``run`` ends, with
     an error or without. If there is one for the signal, it is then called, on the ranks that have received it.
 
@@ -147,7 +148,7 @@ class Preemption:
                 self._together.request(self._arrived)
             yield
             if self.signal is not None:  # the signal may still be forwarded to this rank, or reach it only now
-                time.sleep(max(0.0, self._since + _ECHO - time.monotonic()))
+                time.sleep(max(0.0, self._since + _LINGERS - time.monotonic()))
         arrived, before = self._arrived, self._before.get(self._arrived)
         if self.signal is not None or callable(before):
             self._arrived = 0

@@ -30,6 +30,7 @@ from tests.ranks import context, on_ranks, run_on_ranks
 @pytest.fixture(autouse=True)
 def restores_signal_handlers(monkeypatch):
     monkeypatch.setattr("camshaft.handlers.preemption._ECHO", 0.05)
+    monkeypatch.setattr("camshaft.handlers.preemption._LINGERS", 0.05)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
@@ -230,7 +231,7 @@ def twice(folder, seconds):
     raise SystemExit(50 + trainer.state.iteration)
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(1.5, -signal.SIGTERM), (0.5, 51)])
+@pytest.mark.parametrize(("seconds", "code"), [(5.5, -signal.SIGTERM), (4.5, 51)])
 def test_a_second_signal_kills_unless_it_is_an_echo_of_the_first(tmp_path, seconds, code):
     process = context.Process(target=twice, args=(tmp_path, seconds))
     process.start()

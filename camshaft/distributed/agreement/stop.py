@@ -18,7 +18,7 @@ from camshaft.distributed.failures.waiting import EACH, PAUSE
 from camshaft.distributed.job import current
 
 _PAUSE = 0.005  # seconds, at least, between two requests while the ranks agree
-_PATIENCE = 10.0  # seconds to wait for a rank that does not answer: it may not take part at all
+_PATIENCE = 10.0  # seconds to wait for a rank that has not begun the run: it may not take part at all
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class StopInStore(CommonStop):
     Once a stop is announced, a rank begins no further step and reports the one that it is in. The furthest of all is
     the last step: the ranks before it proceed to it, and no rank waits within a step for one that has stopped earlier.
     If the run of a rank ended before it learned of the stop, the others stop, too, but without a reason, as that rank
-    knows none. The last rank to report decides for all; the last one to leave deletes all keys.
+    knows none. The last rank to report decides for all; the last one to leave deletes all keys. If some ranks never
+    begin the run, those that have decide without them; they wait for each other, however slow they are.
 
     Args:
         board: of the job.
@@ -108,6 +109,8 @@ class StopInStore(CommonStop):
         self._began: float | None = None
         self._last: int | None = None
         self._is_known = Event()
+        with suppress(dist.DistError):  # the other ranks have gone, and the store with them
+            store.append("members", f"{rank} ")  # type: ignore[attr-defined]  # torch's stubs
         board.watch(topic, self._agree)
 
     def want(self, reason: int = 1) -> None:
@@ -142,7 +145,7 @@ class StopInStore(CommonStop):
         with suppress(dist.DistError):
             self._report(has_left=True)
             if self._store.add("left", 1) == self._size:
-                for key in ("reports", "reason", "reported", "left", "last"):
+                for key in ("members", "reports", "reason", "reported", "left", "last"):
                     self._store.delete_key(key)
 
     def _wait(self) -> None:
@@ -159,8 +162,11 @@ class StopInStore(CommonStop):
                 self._began = time.monotonic()
                 self._report()
             if not self._store.check(["last"]):
-                if (waited := time.monotonic() - self._began) < _PATIENCE:
+                waited = time.monotonic() - self._began
+                if waited < _PATIENCE:
                     return min(max(PAUSE, EACH * self._size), max(_PAUSE, waited / 4))
+                if self._members() - {int(rank) for rank, _, _ in self._reports()}:
+                    return _PATIENCE / 10
                 self._decide()
             self._last, self._reason = map(int, self._store.get("last").split())
         except dist.DistError as error:
@@ -190,9 +196,17 @@ class StopInStore(CommonStop):
             self._decide()
         return has_left
 
+    def _members(self) -> set[int]:
+        """Return the ranks that have begun the run."""
+        return set(map(int, self._store.get("members").split()))
+
+    def _reports(self) -> list[list[str]]:
+        """Return what the ranks have reported: number, step, and whether their run had ended."""
+        return [report.split() for report in self._store.get("reports").decode().split(";")[:-1]]
+
     def _decide(self) -> None:
         """Write down the last step, as far as the ranks have reported."""
-        reports = [report.split() for report in self._store.get("reports").decode().split(";")[:-1]]
+        reports = self._reports()
         there = {int(rank) for rank, _, _ in reports}
         if missing := [rank for rank in range(self._size) if rank not in there]:
             logger.warning("ranks %s did not respond to %s: the run stops without them", missing, self._topic)

@@ -116,6 +116,22 @@ def test_a_stop_costs_a_rank_a_few_requests_among_any_number_of_ranks(size, abse
     assert sum(store.requests.values()) <= 8 * size + 10
 
 
+def test_a_rank_that_has_begun_the_run_is_waited_for_however_slow_it_is(monkeypatch):
+    now, watchers = [0.0], [Still(), Still()]
+    monkeypatch.setattr("camshaft.distributed.agreement.stop.time", mock.Mock(monotonic=lambda: now[0]))
+    store = dist.HashStore()
+    fast, slow = (StopInStore(watchers[rank], "stop", store, rank, 3, 0) for rank in range(2))  # rank 2 never does
+    assert fast.may_begin(3)
+    fast.want(7)
+    for now[0] in range(0, 100 * int(stop_module._PATIENCE), int(stop_module._PATIENCE)):
+        assert watchers[0].callbacks["stop"]() < math.inf
+        assert slow.may_begin(4)  # nothing runs there that could have told it
+    assert watchers[1].callbacks["stop"]() < math.inf
+    assert watchers[0].callbacks["stop"]() == math.inf
+    assert watchers[1].callbacks["stop"]() == math.inf
+    assert [(stop.may_begin(4), stop.may_begin(5), stop.settle()) for stop in (fast, slow)] == [(True, False, 7)] * 2
+
+
 def test_ranks_that_agree_together_make_a_limited_number_of_requests(monkeypatch):
     now, pauses = [0.0], []
     monkeypatch.setattr("camshaft.distributed.agreement.stop.time", mock.Mock(monotonic=lambda: now[0]))
