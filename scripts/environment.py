@@ -29,15 +29,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# name: (the extras of setup.cfg that it holds, the file with the versions)
+# name: (the extras of setup.cfg that it holds, the files with the versions in constraints/)
 ENVIRONMENTS = {
-    "dev": (("dev",), "constraints.txt"),
-    "docs": (("docs",), "constraints.txt"),
-    "bench": (("benchmarks",), "constraints.txt"),
-    "openmpi": (("test", "openmpi"), "constraints.txt"),
-    "xla": (("test", "xla"), "constraints-xla.txt"),
-    "horovod": (("test",), "constraints-horovod.txt"),
-    "loggers": (("test", "loggers"), "constraints-loggers.txt"),
+    "dev": (("dev",), ("dev",)),
+    "docs": (("docs",), ("dev", "docs")),
+    "bench": (("benchmarks",), ("dev",)),
+    "openmpi": (("test", "openmpi"), ("dev",)),
+    "xla": (("test", "xla"), ("xla",)),
+    "horovod": (("test",), ("horovod",)),
+    "loggers": (("test", "loggers"), ("loggers",)),
 }
 OTHER_TORCH = re.compile(r"torch-(\d+\.\d+\.\d+)")
 CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each torch needs versions of its own
@@ -130,7 +130,8 @@ def is_known(name: str) -> bool:
 def constraints(name: str) -> str:
     """Return the versions that the environment is built with, as lines for pip."""
     other = OTHER_TORCH.fullmatch(name)
-    text = (ROOT / ("constraints.txt" if other else ENVIRONMENTS[name][1])).read_text("utf-8")
+    files = ("dev",) if other else ENVIRONMENTS[name][1]
+    text = "".join((ROOT / "constraints" / f"{file}.txt").read_text("utf-8") for file in files)
     if other is None:
         return text
     kept = [line for line in text.splitlines() if line.partition("==")[0] not in CHOSEN_BY_TORCH]

@@ -92,7 +92,7 @@ def test_all_contains_every_extra_that_can_be_installed_together(extras: dict[st
 def test_the_libraries_of_all_extras_have_constraints(extras: dict[str, set[str]]) -> None:
     pinned = {
         canonical(line.partition("==")[0])
-        for file in ROOT.glob("constraints*.txt")
+        for file in ROOT.glob("constraints/*.txt")
         for line in file.read_text().splitlines()
         if "==" in line
     }
@@ -173,10 +173,10 @@ def test_the_wheel_built_from_the_source_distribution_is_complete(built: Path, w
 @pytest.mark.jobs
 def test_the_source_distribution_contains_tests_pages_and_examples(built: Path, unpacked: Path) -> None:
     source = built.parent / "source"
-    for folder in ("camshaft", "tests", "docs", "examples", "benchmarks", "scripts"):
+    for folder in ("camshaft", "tests", "docs", "examples", "benchmarks", "constraints", "scripts"):
         here, there = files_in(source / folder), files_in(unpacked / folder)
         assert here == there, f"{folder} differs"
-    for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt"):
+    for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile"):
         assert (unpacked / name).read_bytes() == (source / name).read_bytes()
 
 
@@ -222,6 +222,6 @@ def test_the_environments_take_a_build_of_torch_from_the_index_that_the_user_has
             wheel.writestr(f"{folder}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    pins = ("--constraint", str(ROOT / "constraints.txt"))
+    pins = ("--constraint", str(ROOT / "constraints" / "dev.txt"))
     environment.pip_install(Path(sys.prefix), "--dry-run", "--ignore-installed", "--no-deps", *pins, "torch")
     assert f"Would install torch-{pin}+cpu" in capfd.readouterr().err
