@@ -7,8 +7,8 @@
 
 You see a progress bar with the running loss, and the accuracy on the test images after each epoch, exact over all
 processes. The best weights and the latest checkpoint are kept in `runs/cifar10`, and the same command resumes after a
-kill. With more epochs, `--patience` ends a training that no longer improves. Without `--data`, small files in the
-format of CIFAR-10 are generated, with a frame of another color for each class; the real ones are at
+kill. The training ends early if the accuracy has not improved for `--patience` epochs. Without `--data`, small files in
+the format of CIFAR-10 are generated, with a frame in about the color of the class; the real ones are at
 https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz.
 """
 
@@ -46,8 +46,8 @@ def write_files(folder: Path, count: int = 60) -> None:
         labels = random.integers(0, 10, count)
         images = random.integers(0, 256, (count, 3, 32, 32), dtype=numpy.uint8)
         for image, label in zip(images, labels, strict=True):
-            color = numpy.array([label % 2, label // 2 % 2, label // 4])[:, None, None] * 110 + 20
-            image[:, :8] = image[:, -8:] = color
+            color = numpy.array([label % 2, label // 2 % 2, label // 4]) * 110 + random.normal(20, 30, 3)
+            image[:, :8] = image[:, -8:] = color.clip(0, 255).astype(numpy.uint8)[:, None, None]
         content = {b"data": images.reshape(count, -1), b"labels": labels.tolist()}
         (unfinished / name).write_bytes(pickle.dumps(content))
     unfinished.rename(folder)
@@ -113,14 +113,16 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     def evaluate(engine: Engine) -> None:
         reached = evaluator.run(test_loader).metrics["accuracy"]
         bar.log_message(f"epoch {engine.state.epoch}: accuracy {reached:.1%}")
+        if stopping.counter == config.patience:
+            bar.log_message(f"no better accuracy in {config.patience} epochs: stopping")
 
     to_save = {"trainer": trainer, "model": model, "optimizer": optimizer, "schedule": schedule}
     latest = Checkpoint({**to_save, "average": average, "stopping": stopping, "best": best}, config.output)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, latest)  # after `evaluate`, which was registered earlier
     if (newest := latest.resume_latest()) is not None:
-        bar.log_message(f"resuming from {newest}")
-    if trainer.state.iteration >= steps:
-        bar.log_message(f"already finished: pass more than --epochs {config.epochs} to continue")
+        bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
+    if trainer.state.iteration >= steps or stopping.counter >= config.patience:
+        bar.log_message("already finished: pass a larger --epochs or --patience to continue")
     else:
         trainer.run(train_loader, max_epochs=config.epochs)
     return float(evaluator.state.metrics.get("accuracy", 0.0))
@@ -130,10 +132,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with data_batch_1 and so on (default: generated files)")
     parser.add_argument("--output", type=Path, default=Path("runs/cifar10"), help="folder for checkpoints")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the images, in all runs (default: 6)")
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the images, in all runs (default: 20)")
     parser.add_argument("--batch_size", type=int, default=30, help="images in a step, over all processes")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
-    parser.add_argument("--patience", type=int, default=5, help="epochs without a better accuracy before it stops")
+    parser.add_argument("--patience", type=int, default=3, help="epochs without a better accuracy before it stops")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
     parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")

@@ -1,6 +1,6 @@
 """Train a classifier on ImageNet, or on any folder of images, with all that a long training needs. Copy this one.
 
-    python examples/imagenet.py --model resnet10 --size 64 --epochs 4 --batch_size 12 --warm_up 1  # draws images first
+    python examples/imagenet.py --model resnet10 --size 64 --epochs 8 --batch_size 12 --warm_up 1  # draws images first
     torchrun --nproc_per_node 8 examples/imagenet.py --data ~/imagenet --backend nccl --compile --num_workers 64
     tensorboard --logdir runs/imagenet
 
@@ -8,7 +8,7 @@ The data are a folder with `train` and `val`, with one folder of images per clas
 the loss, and after each epoch the images per second and the accuracy (top 1 and top 5) over all validation images, each
 counted once on any number of processes. It is that of the averaged weights, the best of which are kept as
 `runs/imagenet/best_model_*.pt`. Kill the training at any time, or let Slurm preempt it: the same command resumes with
-the next image, also on another number of processes. When it has finished, the same command does nothing.
+the next image, also on another number of processes. The images that are drawn take half a minute: ten colors in noise.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ from camshaft.handlers import (
 from camshaft.utils import manual_seed
 
 
-def draw_images(folder: Path, classes: int = 6, train: int = 40, val: int = 11) -> None:
-    """Save small JPEG images in the layout of ImageNet: a class is the color and the place of a spot in noise."""
+def draw_images(folder: Path, classes: int = 10, train: int = 60, val: int = 20) -> None:
+    """Save small JPEG images in the layout of ImageNet: the class is the color of a spot anywhere in a colored noise."""
     generator, unfinished = torch.Generator().manual_seed(0), folder.with_name(f"{folder.name}.unfinished")
+    angles = torch.arange(3) * 2 * torch.pi / 3
     for part, count in (("train", train), ("val", val)):
         for number in range(classes):
             (unfinished / part / f"class{number}").mkdir(parents=True, exist_ok=True)
             for index in range(count):
-                image = torch.randint(0, 90, (3, 72, 72), generator=generator)
-                top = 8 + 32 * (number % 2)
-                image[number // 2, top : top + 24, 16:56] += 140
-                transforms.functional.to_pil_image(image.to(torch.uint8)).save(
-                    unfinished / part / f"class{number}" / f"{index}.jpg"
-                )
+                image = 128 + 40 * torch.randn((3, 72, 72), generator=generator)
+                image += 25 * torch.randn((3, 1, 1), generator=generator)
+                top, left = torch.randint(0, 40, (2,), generator=generator)
+                hue = 2 * torch.pi * (number + 0.2 * torch.randn((), generator=generator)) / classes
+                image[:, top : top + 32, left : left + 32] += 80 * torch.cos(hue + angles)[:, None, None]
+                picture = transforms.functional.to_pil_image(image.clamp(0, 255).to(torch.uint8))
+                picture.save(unfinished / part / f"class{number}" / f"{index}.jpg")
     unfinished.rename(folder)  # so that the folder is complete, or absent
 
 
@@ -163,9 +165,11 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every) | Events.EPOCH_COMPLETED, latest)
     Preemption(latest).attach(trainer)
     if (newest := latest.resume_latest()) is not None:
-        bar.log_message(f"resuming from {newest}, iteration {trainer.state.iteration}")
-
-    trainer.run(train_loader, max_epochs=config.epochs)
+        bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
+    if trainer.state.iteration >= steps:
+        bar.log_message(f"already finished: pass more than --epochs {config.epochs} to continue")
+    else:
+        trainer.run(train_loader, max_epochs=config.epochs)
     logger.close()
     return {name: float(value) for name, value in evaluator.state.metrics.items()}
 

@@ -115,7 +115,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
         checkpoint = Checkpoint(to_save, config.checkpoints)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)  # after `evaluate`, which was registered earlier
         if (newest := checkpoint.resume_latest()) is not None:
-            bar.log_message(f"resuming from {newest}")
+            bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
 
     trainer.run(data, max_epochs=config.epochs)
     bar.log_message(f"best model saved as {best.last_checkpoint}")

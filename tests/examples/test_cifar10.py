@@ -12,9 +12,9 @@ from tests.ranks import run_on_ranks
 from tests.torchvision_import import import_torchvision
 
 
-def train(folder: Path, epochs: int) -> float:
+def train(folder: Path, epochs: int, *arguments: str) -> float:
     import_torchvision()  # which torchmetrics imports if it is installed
-    config = cifar10.parse(["--output", str(folder), "--epochs", str(epochs)])
+    config = cifar10.parse(["--output", str(folder), "--epochs", str(epochs), *arguments])
     return cifar10.training(idist.get_local_rank(), config)
 
 
@@ -29,7 +29,16 @@ def test_it_learns_on_two_ranks_and_a_finished_training_is_left_alone(
     (best,) = tmp_path.glob("best_model_*.pt")
     assert float(best.stem.partition("=")[2]) >= round(one, 4)
     assert train(tmp_path, 3) == 0
-    assert f"resuming from {latest}\nalready finished: " in capsys.readouterr().out
+    assert f"resuming from {latest}, epoch 3, iteration 30\nalready finished: " in capsys.readouterr().out
+
+
+def test_a_training_that_has_stopped_early_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, 9, "--lr", "0", "--patience", "1")
+    assert "no better accuracy in 1 epochs: stopping" in capsys.readouterr().out
+    assert train(tmp_path, 9, "--lr", "0", "--patience", "1") == 0
+    shown = capsys.readouterr().out
+    assert "already finished: " in shown
+    assert "epoch 3: " not in shown
 
 
 def test_the_files_have_the_format_of_cifar10(tmp_path: Path) -> None:
@@ -37,6 +46,6 @@ def test_the_files_have_the_format_of_cifar10(tmp_path: Path) -> None:
     images, labels = cifar10.load(tmp_path / "files", "data_batch_1", "data_batch_2").tensors
     assert images.shape == (6, 3, 32, 32)
     assert labels.shape == (6,)
-    assert images[0, :, 0, 0].tolist() == [20 + 110 * (int(labels[0]) >> bit & 1) for bit in (0, 1)] + [
-        20 + 110 * (int(labels[0]) // 4)
-    ]
+    expected = [20 + 110 * (int(labels[0]) >> bit & 1) for bit in (0, 1)] + [20 + 110 * (int(labels[0]) // 4)]
+    assert images[0, :, 0, 0].tolist() == pytest.approx(expected, abs=120)  # about the color of the class
+    assert images[0, :, :8].unique(dim=2).shape == (3, 8, 1)
