@@ -38,7 +38,7 @@ from camshaft.utils import manual_seed
 
 
 def draw_images(folder: Path, classes: int = 10, train: int = 60, val: int = 20) -> None:
-    """Save small JPEG images in the layout of ImageNet: the class is the color of a spot anywhere in a colored noise."""
+    """Save small JPEG images in the layout of ImageNet: the class is the color of a spot in colored noise."""
     generator, unfinished = torch.Generator().manual_seed(0), folder.with_name(f"{folder.name}.unfinished")
     angles = torch.arange(3) * 2 * torch.pi / 3
     for part, count in (("train", train), ("val", val)):

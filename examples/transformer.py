@@ -1,8 +1,9 @@
 """Train a small byte-level transformer on paragraphs of any length, in one process or sharded over many.
 
-After each epoch you see the bits per byte on paragraphs that are not trained on, which fall from 4 to 2.6, and at the
-end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an optimizer step the
-same weight. Kill these runs at any time: together they report the same losses as a single one.
+You see a progress bar, after each epoch the bits per byte on paragraphs that are not trained on, which fall from 4 to
+2.6, and at the end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an
+optimizer step the same weight. Kill these runs at any time: each says where it resumes, and together they report the
+same losses as a single one.
 
     run="examples/transformer.py --checkpoints runs/text --resume"
     torchrun --nproc_per_node 4 $run --mesh dp_shard=2,tp=2
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
-from camshaft.handlers import Checkpoint
+from camshaft.handlers import Checkpoint, ProgressBar
 from camshaft.utils import manual_seed
 
 LONGEST = 160  # maximum bytes of a paragraph
@@ -108,7 +109,8 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         model, device=idist.device(),
         output_transform=lambda x, y, scores: torch.stack([loss_fn(scores, y) * bytes_in(x, y), bytes_in(x, y)]),
     )  # fmt: skip
-    show = idist.one_rank_only()(print)
+    bar = ProgressBar()
+    bar.attach(trainer, output_transform=lambda loss: {"bits": loss})
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine: Engine) -> None:
@@ -116,17 +118,17 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         with evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: sums.add_(evaluator.state.output)):
             evaluator.run(held_out)
         bits, count = idist.all_reduce(sums).tolist()
-        show(f"epoch {engine.state.epoch}: {bits / count:.3f} bits per byte", flush=True)
+        bar.log_message(f"epoch {engine.state.epoch}: {bits / count:.3f} bits per byte")
 
     if config.checkpoints:
         objects = {"trainer": trainer, "model": model, "optimizer": optimizer}
         checkpoint = Checkpoint(objects, config.checkpoints, sharded=bool(layout))
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
         if config.resume and (newest := checkpoint.resume_latest()) is not None:
-            show(f"resuming from {newest}")
+            bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
 
     trainer.run(data, max_epochs=config.epochs)
-    show(write(model), flush=True)
+    bar.log_message(write(model))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

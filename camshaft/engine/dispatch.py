@@ -153,6 +153,8 @@ def _find_form(
     ]
     passed = ", ".join(f"{name}=..." for name in missing)
     hint = f"; it requires {', '.join(missing)}: add_event_handler(event, handler, {passed})" if missing else ""
+    if missing in (["batch"], ["output"]):
+        hint = f"; read engine.state.{missing[0]} instead of an argument"
     raise ValueError(
         f"handler {name_of(handler)}{without_annotations(signature)} cannot be called on {event!r}, which passes "
         f"({', '.join(['engine', *given])}) or ({', '.join(given)}){hint}"

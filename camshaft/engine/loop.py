@@ -404,9 +404,9 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     except Exception:
         engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
     engine.last_event_name = event
-    is_known = isinstance(error, (KeyboardInterrupt, RankDivergenceError, RankFailedError))  # the same on every rank
-    level = logging.INFO if is_known else logging.ERROR
-    engine.logger.log(level, "Engine met an exception: %r", error)
+    is_known = isinstance(error, (RankDivergenceError, RankFailedError))  # the same on every rank
+    level = logging.DEBUG if isinstance(error, KeyboardInterrupt) else logging.INFO if is_known else logging.ERROR
+    engine.logger.log(level, "Engine met an exception: %s", activity.summary(error))
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:
         return error

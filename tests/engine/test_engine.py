@@ -160,6 +160,21 @@ def test_an_error_of_a_run_is_recorded_once(caplog, swallowed, event):
     assert "lost" in text
 
 
+def test_the_record_of_an_error_is_one_line_and_the_stop_button_leaves_none(caplog):
+    def fail(error):
+        def step(engine, batch):
+            raise error
+
+        with caplog.at_level(logging.INFO), pytest.raises(type(error)):
+            Engine(step).run([1])
+
+    fail(ValueError("two\nlines"))
+    assert records(caplog, logging.ERROR) == ["Engine met an exception: ValueError: two lines"]
+    caplog.clear()
+    fail(KeyboardInterrupt())
+    assert [text for text in caplog.messages if "exception" in text] == []
+
+
 @pytest.mark.parametrize("handler", [lambda: None, lambda a, b, c: None])
 def test_an_event_never_registered_is_recorded(caplog, handler):
     with pytest.raises(ValueError, match="unknown"):

@@ -131,7 +131,7 @@ MISTAKES = [
         ValueError,
         (
             "handler <lambda>(engine, batch) cannot be called on Events.EPOCH_COMPLETED, which passes "
-            "(engine) or (); it requires batch: add_event_handler(event, handler, batch=...)"
+            "(engine) or (); read engine.state.batch instead of an argument"
         ),
     ),
     (

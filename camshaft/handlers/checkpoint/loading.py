@@ -175,8 +175,19 @@ def resume_newest(
     files = [set[str]().union(*on_ranks) for on_ranks in zip(*(look.files for look in seen), strict=True)]
     for handler, there in zip(handlers, files[1:], strict=True):
         handler.forget_missing_files(there)
-    logger.info("resuming from the checkpoint '%s'", path)
+    logger.info("resuming from the checkpoint '%s'%s", path, _next_of(to_load))
     return path, sorted((one for file, one in entries.items() if file in files[0]), key=lambda one: one.saved_at)
+
+
+def _next_of(loaded: Mapping[str, Any]) -> str:
+    """Return where the first engine continues, in words."""
+    engine = next((one for _, one in walk(dict(loaded), "load_state_dict") if isinstance(one, Engine)), None)
+    if engine is None:
+        return ""
+    state = engine.state_dict()
+    done = {"epoch": state.get("epochs_completed"), "iteration": state.get("iteration")}
+    done["sample"] = (state.get("position") or {}).get("consumed")
+    return "; next: " + ", ".join(f"{name} {count + 1}" for name, count in done.items() if count is not None)
 
 
 def read_checkpoint(path: Path, map_location: Any = None) -> Any:

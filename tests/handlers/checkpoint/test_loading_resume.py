@@ -271,6 +271,21 @@ def drawn_by(kind, folder, data, score_function=None, **options):
     return drawn, resumed_at
 
 
+def test_one_line_of_the_log_says_what_is_resumed_and_where(tmp_path, caplog):
+    def train(max_epochs):
+        trainer = Engine(lambda engine, batch: None)
+        checkpoint = Checkpoint({"model": nn.Linear(1, 1), "trainer": trainer}, tmp_path)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), checkpoint)
+        checkpoint.resume_latest()
+        trainer.run(idist.auto_dataloader(range(12), batch_size=4), max_epochs=max_epochs)
+
+    train(2)
+    with caplog.at_level("INFO", "camshaft.handlers"):
+        train(3)
+    path = tmp_path / "checkpoint_5.pt"
+    assert caplog.messages == [f"resuming from the checkpoint '{path}'; next: epoch 2, iteration 6, sample 9"]
+
+
 @pytest.mark.parametrize("options", [{}, {"sharded": True, "asynchronous": True}, {"save_on_rank": 1}], ids=str)
 @on_ranks(2)
 def test_each_rank_resumes_with_its_own_random_numbers_and_data(tmp_path, options):
