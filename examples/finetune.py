@@ -105,8 +105,7 @@ def training(config: argparse.Namespace) -> list[float]:
     loader = idist.auto_dataloader(samples[count:], shuffle=True, seed=config.seed, **data)
     validation_loader: Any = DataLoader(samples[:count], **data)  # type: ignore[arg-type]
 
-    device = idist.device()
-    model = network.to(device)
+    device, model = idist.device(), network.to(idist.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     translate: Any = {"device": device, "prepare_batch": prepare_batch, "model_fn": lambda model, x: model(**x)}
     trainer = create_supervised_trainer(model, optimizer, lambda output, y: output.loss, **translate)

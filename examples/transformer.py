@@ -2,8 +2,7 @@
 
 You see a progress bar, after each epoch the bits per byte on paragraphs that are not trained on, which fall from 4 to
 2.6, and at the end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an
-optimizer step the same weight. Kill these runs at any time: each says where it resumes, and together they report the
-same losses as a single one.
+optimizer step the same weight. Kill these runs at any time: together they report the same losses as a single one.
 
     run="examples/transformer.py --checkpoints runs/text --resume"
     torchrun --nproc_per_node 4 $run --mesh dp_shard=2,tp=2
@@ -109,8 +108,7 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         model, device=idist.device(),
         output_transform=lambda x, y, scores: torch.stack([loss_fn(scores, y) * bytes_in(x, y), bytes_in(x, y)]),
     )  # fmt: skip
-    bar = ProgressBar()
-    bar.attach(trainer, output_transform=lambda loss: {"bits": loss})
+    (bar := ProgressBar()).attach(trainer, output_transform=lambda loss: {"bits": loss})
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine: Engine) -> None:

@@ -101,7 +101,7 @@ def test_a_resumed_training_continues_and_writes_one_curve(tmp_path, capsys):
     with pytest.warns(UserWarning, match="nothing was run"):
         assert train(tmp_path, *kept, "--epochs", "3") is None
     shown = capsys.readouterr().out
-    assert "epoch" not in shown
+    assert "epoch 3: " not in shown
     assert f"best model saved as {best}" in shown
 
 
