@@ -40,18 +40,17 @@ from camshaft.utils import manual_seed
 def draw_images(folder: Path, classes: int = 10, train: int = 60, val: int = 20) -> None:
     """Save small JPEG images in the layout of ImageNet: the class is the color of a spot in colored noise."""
     generator, unfinished = torch.Generator().manual_seed(0), folder.with_name(f"{folder.name}.unfinished")
-    angles = torch.arange(3) * 2 * torch.pi / 3
     for part, count in (("train", train), ("val", val)):
         for number in range(classes):
             (unfinished / part / f"class{number}").mkdir(parents=True, exist_ok=True)
             for index in range(count):
-                image = 128 + 40 * torch.randn((3, 72, 72), generator=generator)
-                image += 25 * torch.randn((3, 1, 1), generator=generator)
+                noise, tint = (torch.randn((3, size, size), generator=generator) for size in (72, 1))
+                image = 128 + 40 * noise + 25 * tint
                 top, left = torch.randint(0, 40, (2,), generator=generator)
-                hue = 2 * torch.pi * (number + 0.2 * torch.randn((), generator=generator)) / classes
-                image[:, top : top + 32, left : left + 32] += 80 * torch.cos(hue + angles)[:, None, None]
-                picture = transforms.functional.to_pil_image(image.clamp(0, 255).to(torch.uint8))
-                picture.save(unfinished / part / f"class{number}" / f"{index}.jpg")
+                hue = (number + 0.2 * torch.randn((), generator=generator)) / classes + torch.arange(3) / 3
+                image[:, top : top + 32, left : left + 32] += 80 * torch.cos(2 * torch.pi * hue)[:, None, None]
+                file = unfinished / part / f"class{number}" / f"{index}.jpg"
+                transforms.functional.to_pil_image(image.clamp(0, 255).to(torch.uint8)).save(file)
     unfinished.rename(folder)  # so that the folder is complete, or absent
 
 
