@@ -19,7 +19,10 @@ Addresses = tuple[Any, Any]
 
 def connections() -> Iterator[tuple[int, socket.socket, Addresses]]:
     """Yield the TCP connections of this process: file descriptor, a duplicate for the time being, and addresses."""
-    for descriptor in map(int, os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ()):
+    descriptors: list[str] = []
+    with suppress(OSError):  # there is no such folder, or no descriptor left to read it
+        descriptors = os.listdir(_FOLDER)
+    for descriptor in map(int, descriptors):
         with suppress(OSError), ExitStack() as stack:  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import socket
@@ -206,6 +207,12 @@ def test_the_default_timeout_of_sockets_is_not_applied_to_the_connections_of_oth
     finally:
         socket.setdefaulttimeout(None)
     assert {descriptor: os.get_blocking(descriptor) for descriptor in descriptors} == descriptors
+
+
+def test_a_process_without_a_free_descriptor_has_no_connections_to_show(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    monkeypatch.setattr(os, "listdir", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    assert connections_to(server) == frozenset()
 
 
 class Communicator:
