@@ -383,9 +383,9 @@ class Dispatcher:
 
     def never_due(self, state: Any) -> Any:
         """Return an event whose filter by count accepts no epoch of a run of one epoch, as given, or ``None``."""
-        for event, epoch in ((Events.EPOCH_STARTED, 1), (Events.EPOCH_COMPLETED, 1), (Events.COMPLETED, 1)):
+        for event in (Events.STARTED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED):
             for one in self.plans[event].registrations:
-                if one.filter is not None and not one.filter(None, epoch):
+                if one.filter is not None and not one.filter(None, int(event is not Events.STARTED)):
                     return event(one.filter)
         return None
 
