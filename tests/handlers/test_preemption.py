@@ -351,6 +351,8 @@ def train_with_workers(folder, method, number):
     trainer.run(loader)
     assert (trainer.state.iteration, preemption.signal, seen) == (2, number, [0, 1, 2, 3])
     assert processes == [True, True], processes
+    for child in multiprocessing.active_children():  # torch has told them to end
+        child.join(HANG)
     assert multiprocessing.active_children() == []
     return True
 
