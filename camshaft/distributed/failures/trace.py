@@ -190,6 +190,7 @@ class Trace:
         by_group: dict[str, list[Call]] = {}
         latest: dict[str, int] = {}  # torch's number of the group object; a group that is made anew may have its name
         unlisted = {name: begun for name, (begun, _) in statuses.items() if name in known}
+        clocks = time.monotonic(), time.time_ns()  # once: this thread may be suspended at any time
         for entry in _recorded(True).get("entries", ()):
             name, sequence = entry["process_group"][0], int(entry["collective_seq_id"])
             key, ranks, count = known.get(name, ("", "", 0))
@@ -197,7 +198,7 @@ class Trace:
                 continue
             if unlisted.get(name) == sequence:
                 del unlisted[name]
-            call = _call(entry, key, *statuses.get(name, (0, 0)))
+            call = _call(entry, key, clocks, *statuses.get(name, (0, 0)))
             members[call.group] = ranks
             if latest.setdefault(call.group, entry["pg_id"]) != entry["pg_id"]:  # the others are of an earlier group
                 latest[call.group] = entry["pg_id"]
@@ -271,18 +272,18 @@ def _statuses() -> dict[str, tuple[int, int]]:
     return {group: (int(one[names[0]]), int(one[names[1]])) for group, one in found.items()}
 
 
-def _call(entry: Mapping[str, Any], key: str, begun: int, ended: int) -> Call:
+def _call(entry: Mapping[str, Any], key: str, clocks: tuple[float, int], begun: int, ended: int) -> Call:
     library, _, name = str(entry["profiling_name"]).rpartition(":")
     operation, dtypes = _NAMES.get(name, name), entry["input_dtypes"]
     dtype = f"torch.{_DTYPES.get(dtypes[0], dtypes[0])}" if dtypes else ""
-    age = (time.time_ns() - int(entry["time_created_ns"])) / 1e9
+    now, now_ns = clocks
     is_of_torch = str(entry.get("thread_name", "")).startswith("pt_autograd")
     return Call(
         key if library in ("", "gloo") else f"{key} {library}",
         int(entry["collective_seq_id"]),
         operation,
         *_layout(operation, dtype, entry["input_sizes"], library),
-        time.monotonic() - age,
+        now - (now_ns - int(entry["time_created_ns"])) / 1e9,
         bool(entry["retired"]) or begun == ended,  # one that has failed may stay, but its group has nothing to do
         0 if is_of_torch else int(entry.get("thread_id", 0)),
         library,

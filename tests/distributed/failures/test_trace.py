@@ -49,6 +49,17 @@ def test_whatever_calls_it_is_recorded_with_its_size() -> None:
 
 
 @on_ranks(2)
+def test_calls_are_in_order_however_often_the_thread_that_reads_them_is_suspended() -> None:
+    idist.barrier()
+    trace, groups, clock = Trace(), [dist.new_group([0, 1]) for _ in range(4)], iter(range(10**6, 0, -1))
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    with mock.patch.object(module, "time", mock.Mock(time_ns=time.time_ns, monotonic=lambda: float(next(clock)))):
+        calls = calls_of(trace)
+    assert [call.group.partition("/")[0] for call in calls[-4:]] == [group.group_name for group in groups]
+
+
+@on_ranks(2)
 def test_calls_that_fail_in_the_check_of_their_arguments_do_not_count() -> None:
     idist.barrier()
     trace = Trace()
