@@ -245,8 +245,10 @@ class ExceptHook(Resource):
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Publish the error, and pass on what is to be reported in its place."""
-        is_concerned = self._closed_by in (None, id(error))
-        watcher = self._watcher if is_concerned and self._job is not None and self._job.is_ours else None
+        if self._closed_by not in (None, id(error), id(error.__context__)):  # it may have been replaced since
+            self._previous(kind, error, trace)
+            return
+        watcher = self._watcher if self._job is not None and self._job.is_ours else None
         found = error if watcher is None else watcher.fail(error)
         place = f"at {line_of_error(found)}"
         with ExitStack() as stack:
@@ -257,8 +259,8 @@ class ExceptHook(Resource):
             elif watcher is not None and isinstance(found, (RankDivergenceError, RankFailedError)):
                 reporter = stack.enter_context(watcher.reported_by())
                 if reporter is not None:
-                    what = f"{type(found).__name__}: {str(found).splitlines()[0].rstrip(':')}"
-                    line = f"rank {self._rank}, {place}: {what}; see the report of rank {reporter}\n"
+                    what, name = str(found).partition("\n")[0].rstrip(":"), type(found).__name__
+                    line = f"rank {self._rank}, {place}: {name}: {what}; see the report of rank {reporter}\n"
             if line is not None:
                 sys.stderr.write(line)
                 stack.enter_context(redirect_stderr(StringIO()))  # other hooks do not only print

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from unittest import mock
 
 import pytest
@@ -24,6 +24,7 @@ from camshaft.distributed import job
 from camshaft.distributed.backends.contract import Job, Resource
 from camshaft.distributed.failures import Watcher
 from camshaft.distributed.topology import Topology
+from camshaft.errors import RankFailedError
 from tests.distributed.failures.stand_in import StoreOnly
 from tests.distributed.observed import step
 from tests.distributed.test_ranks import Somewhere
@@ -480,3 +481,27 @@ def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, 
     assert [re.sub(":.*", "", line) for line in lines] == [
         f"KeyboardInterrupt, raised in epoch 1, iteration 3, at {__file__}"
     ] * (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("later", "replaces", "lines"),
+    [
+        (RankFailedError("why"), True, ["rank 1, at : RankFailedError: why; see the report of rank 0"]),
+        (RankFailedError("of another job"), False, ["Traceback"]),
+        (KeyboardInterrupt(), False, ["Traceback"]),
+    ],
+)
+def test_the_hook_of_a_job_that_has_ended_reports_the_error_that_ended_it(monkeypatch, capsys, later, replaces, lines):
+    """Also if another error has replaced that one; what comes later is passed on."""
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print("Traceback", file=sys.stderr))
+    monkeypatch.setattr(job.failures, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
+    monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
+    monkeypatch.setattr(Watcher, "reported_by", lambda self: nullcontext(0))
+    job.install(lambda: StoreOnly(dist.HashStore(), 1, 2))
+    try:
+        raise RuntimeError("connection closed by peer")
+    except RuntimeError as error:
+        later.__context__ = error if replaces else None
+        job.abandon()
+    sys.excepthook(type(later), later, None)
+    assert capsys.readouterr().err.splitlines() == lines

@@ -41,7 +41,8 @@ def reporting(job: str, rank: int) -> Iterator[int | None]:
             time.sleep(0.0 if is_locked else _PAUSE)
         yield int(reporter) if reporter else None
         if not reporter:
-            os.pwrite(file, str(rank).encode(), 0)
+            with suppress(OSError):  # without space, the next one prints, too
+                os.pwrite(file, str(rank).encode(), 0)
     finally:
         os.close(file)  # which also unlocks it
 

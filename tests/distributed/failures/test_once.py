@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -56,11 +58,13 @@ def test_each_job_has_a_report() -> None:
     assert [reporter(1, "one"), reporter(2, "other"), reporter(3, "one")] == [None, None, 1]
 
 
-@pytest.mark.parametrize("what", ["no job", "no folder", "a link", "no locks"])
+@pytest.mark.parametrize("what", ["no job", "no folder", "no space", "a link", "no locks"])
 def test_each_rank_prints_if_the_ranks_cannot_tell(what: str, folder: Path, monkeypatch: Any) -> None:
     target = folder / "precious"
     if what == "no folder":
         monkeypatch.setattr(once, "default_folders", lambda: [folder / "gone"])
+    if what == "no space":
+        monkeypatch.setattr(once.os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space")))
     if what == "a link":
         target.touch()
         (folder / "camshaft-job.reported").symlink_to(target)
