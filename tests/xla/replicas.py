@@ -74,6 +74,7 @@ def run(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     faulthandler.dump_traceback_later(HANG, exit=True)
     on_replicas(functools.partial(run, sys.argv[1:] or list(CHECKS)))
     sys.stdout.flush()
