@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi import WIDER, initialize_mpi, register_mpi
+from camshaft.distributed.backends.mpi import initialize_mpi, register_mpi
+from camshaft.distributed.backends.mpi_group import WIDER
 
 
 @pytest.fixture
