@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from camshaft.distributed import failures
 from camshaft.distributed.backends.contract import accelerator
-from camshaft.distributed.backends.registry import NEEDS, choose, known_backends, lack_of
+from camshaft.distributed.backends.registry import choose, known_backends, lack_of
 from camshaft.distributed.collectives.api import all_reduce, gather
 from camshaft.distributed.environments import detect
 from camshaft.distributed.failures import Snapshot
@@ -40,11 +39,10 @@ from camshaft.version import __version__
 Report = dict[str, Any]
 """What one process sees; the keys are those of ``--json``."""
 
-_LIMIT = 30  # seconds for an MPI library to report its version
 _GIB = 2**30
 _STACK = 5  # innermost lines of a stack to show
 _STYLES = {"yes": GREEN, "alive": GREEN, "dead": RED}
-_LIBRARIES = {"xla-tpu": "torch_xla", "horovod": "horovod"}
+_LIBRARIES = {"mpi": "mpi4py", "xla-tpu": "torch_xla", "horovod": "horovod"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,33 +244,22 @@ def devices() -> dict[str, str]:
 
 def backends() -> dict[str, dict[str, Any]]:
     """Return for each backend its version, and what is missing, without importing optional libraries."""
-    found: dict[str, dict[str, Any]] = {
-        "serial": {"available": True, "version": f"camshaft {__version__}", "missing": None}
+    found = {"serial": (f"camshaft {__version__}", None)} | {name: _status(name) for name in known_backends()}
+    return {
+        name: {"available": missing is None, "version": version, "missing": missing}
+        for name, (version, missing) in found.items()
     }
-    for name in known_backends():
-        version, missing = _status(name)
-        found[name] = {"available": missing is None, "version": version, "missing": missing}
-    return found
 
 
 def _status(name: str) -> tuple[str | None, str | None]:
     """Return the version of the library of a backend, and what is missing."""
     if lack := lack_of(name):
         return None, lack
-    if name == "mpi" and not dist.is_mpi_available():
-        command = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]  # in this process, MPI must not be initialized
-        try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            return None, f"mpi4py finds no MPI library: {NEEDS[name]}"
-        found = output.partition("\n")[0].partition(",")[0].replace("Version:", "")
-        return f"mpi4py {importlib.metadata.version('mpi4py')}, {' '.join(found.split())}", None
-    if library := _LIBRARIES.get(name):
+    if (library := _LIBRARIES.get(name)) and not (name == "mpi" and dist.is_mpi_available()):
         return f"{library} {importlib.metadata.version(library)}", None
     kinds, here = dist.Backend.backend_capability.get(name, ["cpu"]), accelerator()
-    needs = f"needs a device of type {' or '.join(kinds)}"
     is_here = "cpu" in kinds or (here is not None and here.type in kinds)
-    return f"torch {torch.__version__}", None if is_here else needs
+    return f"torch {torch.__version__}", None if is_here else f"needs a device of type {' or '.join(kinds)}"
 
 
 if __name__ == "__main__":

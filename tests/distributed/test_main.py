@@ -48,7 +48,7 @@ def test_a_single_process_reports_this_machine(capsys: pytest.CaptureFixture[str
     assert re.search(rf"\ntorch +{re.escape(torch.__version__)}\n", said)
     assert re.search(r"\ncpu +\d+ cores, of which torch uses \d+\n", said)
     assert re.search(rf"\ngloo +yes +torch {re.escape(torch.__version__)} +-\n", said)
-    assert re.search(r"\nmpi +yes +mpi4py [\d.]+, (MPICH|Open MPI) v?[\d.]+ +-\n", said)
+    assert re.search(r"\nmpi +yes +mpi4py [\d.]+ +-\n", said)
 
 
 def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,12 +136,9 @@ def test_numbers_without_a_variable_are_reported_as_assumed_or_derived() -> None
 
 def test_missing_libraries_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_xla_support", False)
-    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
     report = inspect({})
-    missing = {"mpi": "mpi4py finds no MPI library: pip install 'camshaft[mpi]'"}
-    missing["xla-tpu"] = "needs pip install 'camshaft[xla]'"
-    for name, text in missing.items():
-        assert report["backends"][name] == {"available": False, "version": None, "missing": text}
+    missing = "needs pip install 'camshaft[xla]'"
+    assert report["backends"]["xla-tpu"] == {"available": False, "version": None, "missing": missing}
     assert re.search(r"\nxla-tpu +no +- +needs pip install 'camshaft\[xla\]'\n", program.as_text(report, Look()))
 
 
