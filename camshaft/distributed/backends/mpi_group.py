@@ -413,13 +413,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         return self.world.calls.counts[self._title]
 
     def shutdown(self) -> None:
-        """Leave the group, and tell the others if this is the default one.
+        """Leave the group, and tell the others if this is the default one and nothing is on its way any more.
 
         Its communicator is freed, unless an operation has failed, of which something may still arrive.
         """
         if os.getpid() == self._process:  # a forked child is not a rank
             with suppress(RuntimeError):
-                if self.world is self:
+                if self.world is self and all(one.is_completed() for one in tuple(_in_flight)):
                     self.store.set(_left(self.rank()), "")
             if self.given_up is None:
                 self.comm.Free()  # what is in flight completes
