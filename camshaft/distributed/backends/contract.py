@@ -53,6 +53,18 @@ def check_ddp_options(options: Iterable[str]) -> None:
     check_known(options, known, "auto_model")
 
 
+def check_no_closure(closure: object, backend: str, world_size: int) -> None:
+    """Refuse a closure of an optimizer, whose gradients a backend does not reduce.
+
+    Raises:
+        NotImplementedError: there is one, and there are other ranks.
+    """
+    if closure is not None and world_size > 1:
+        raise NotImplementedError(
+            f"backend {backend!r} does not support step(closure): use gloo, nccl (on GPUs) or mpi"
+        )
+
+
 @contextmanager
 def variable_set(name: str, value: str) -> Iterator[None]:
     """Set an environment variable for the block: some libraries read an option from nowhere else."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from camshaft.distributed.backends.contract import Backend, Group, check_known, variable_set
+from camshaft.distributed.backends.contract import Backend, Group, check_known, check_no_closure, variable_set
 from camshaft.distributed.backends.dtypes import WIDER, as_bytes, check_reducible, reduced_wider
 from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
@@ -330,7 +330,7 @@ def _compatible(compression: Any) -> Any:
 
 
 def _adapt(hvd: Any, optimizer: Any, name: str, await_end: Callable[[Any, str], None]) -> None:
-    """Support gradients that are read before the step, closures, and accumulated gradients that are discarded.
+    """Support gradients that are read before the step, and accumulated gradients that are discarded.
 
     Horovod reduces while ``backward`` runs. Code that clips or unscales calls ``synchronize()`` first; the step then
     does not synchronize again.
@@ -349,17 +349,11 @@ def _adapt(hvd: Any, optimizer: Any, name: str, await_end: Callable[[Any, str], 
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Step with the gradients of all ranks."""
-
-        def reduced() -> Any:
-            assert closure is not None, "used only then"
-            loss = closure()
-            synchronize(self)
-            return loss
-
-        if self._should_synchronize and closure is None:
+        check_no_closure(closure, "horovod", hvd.size())
+        if self._should_synchronize:
             synchronize(self)
         with self.skip_synchronize():
-            return horovod_step(self, None if closure is None else reduced)
+            return horovod_step(self, closure)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Reset the gradients, also those that no step has used."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from camshaft.distributed.backends.contract import Backend, Group, check_known
+from camshaft.distributed.backends.contract import Backend, Group, check_known, check_no_closure
 from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 
@@ -151,13 +151,13 @@ class XlaBackend(Backend):
         return reduced
 
     def _gathered(self, tensor: Tensor, group: Group | None) -> Tensor:
-        size, flat = len(self.members(group)), tensor.reshape(-1)
+        flat = tensor.reshape(-1)
         if group is None:
             rows = self._model.all_gather(flat, pin_layout=False)  # a vector has one layout only
         else:  # XLA gathers in groups of one size only
             mine = self._data([member == self.topology.rank for member in self.members(group)])
             rows = self._reduced(_only(mine.view(-1, 1), flat), "SUM", group).to(tensor.dtype)
-        gathered: Tensor = rows.view(size, *tensor.shape)
+        gathered: Tensor = rows.view(-1, *tensor.shape)
         return gathered
 
     def _spread(self, tensors: list[Tensor], src: int, group: Group | None = None) -> None:
@@ -403,24 +403,11 @@ class _Distributed:
     wrapped_optimizer: Optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients over all devices, step, and start the device.
-
-        Args:
-            closure: computes the loss and its gradients, perhaps several times.
-
-        Returns:
-            The loss that the closure returned.
-        """
-
-        def averaged() -> Any:
-            assert closure is not None, "used only then"
-            loss = closure()
+        """Average the gradients over all devices, step, and start the device."""
+        check_no_closure(closure, "xla-tpu", _xla().runtime.world_size())
+        if not vars(self).get("skips"):
             self.synchronize()
-            return loss
-
-        if closure is None and not vars(self).get("skips"):
-            return _xla().core.xla_model.optimizer_step(self.wrapped_optimizer, barrier=True)
-        loss = self.wrapped_optimizer.step(None if closure is None else averaged)
+        loss = self.wrapped_optimizer.step(closure)
         _xla().sync()
         return loss
 
