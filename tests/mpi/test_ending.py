@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from camshaft.distributed.backends.mpi import check_launcher
@@ -24,6 +26,7 @@ if rank == 1:
     raise LookupError("the cause")
 """
 REDUCES = "dist.all_reduce(torch.ones(1))"
+LATE = "creating a group over MPI timed out after 1 s: (1 of 2|not all) ranks joined"
 IS_BUSY = "mpi._REPORTING = 0.5; "  # how long it reports is not what is tested
 
 # what ranks do after they have met; the errors that are reported
@@ -108,7 +111,19 @@ def test_a_rank_that_never_initializes_times_out_on_the_others() -> None:
         late + BEGIN.replace("idist.initialize", f"{IS_BUSY}idist.initialize").replace("seconds=900", "seconds=1"),
     )
     assert run.returncode == 1, run.stdout
-    assert "creating a group over MPI timed out after 1 s: 1 of 2 ranks joined" in run.stdout
+    assert re.search(LATE, run.stdout), run.stdout
+
+
+@pytest.mark.jobs
+def test_ranks_that_have_not_all_joined_do_not_wait_for_each_other_at_their_end() -> None:
+    program = (
+        "from datetime import timedelta\nfrom mpi4py import MPI\nimport camshaft.distributed as idist\n"
+        "if MPI.COMM_WORLD.rank == 0:\n    try:\n        idist.initialize('mpi', timeout=timedelta(seconds=1))\n"
+        "    except RuntimeError as error:\n        print('caught:', error)\n"
+    )
+    run = mpirun(2, "-c", program)
+    assert run.returncode == 0, run.stdout
+    assert re.search(f"caught: {LATE}", run.stdout), run.stdout
 
 
 @pytest.mark.parametrize(

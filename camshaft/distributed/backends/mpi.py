@@ -35,7 +35,7 @@ _ENDING = 30.0  # seconds that a failed process gets to end by itself, for which
 
 _registered = False
 _process: int | None = None  # that has joined a job; those that it forks are not ranks
-_patience = math.inf  # seconds that this process waits for the others at its end
+_patience = 0.0  # seconds that this process waits for the others at its end; without a limit once all have joined
 _made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the default group was made
 _numbers = count(1)  # of the default groups that were made
 _servers: list[TCPStore] = []  # on rank 0
@@ -166,10 +166,13 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
         DistNetworkError: the host of rank 0 cannot be reached.
         RuntimeError: the default group is not over MPI.
     """
+    global _patience
     if not ranks:
         _made.clear()
-        store = PrefixStore(str(next(_numbers)), TCPStore(*_address(timeout), None, False, timeout, False))
+        host, port = _address(timeout)
+        store = PrefixStore(str(next(_numbers)), TCPStore(host, port, None, False, timeout, False))
         _wait_for_members(PrefixStore("world", store), mpi().COMM_WORLD.size, timeout)
+        _patience = math.inf
         return MPIGroup(mpi().COMM_WORLD.Dup(), store, timeout)
     world = dist.group.WORLD
     if not isinstance(world, MPIGroup):
@@ -298,7 +301,7 @@ def _end_together() -> None:
         if waited > _patience:
             raise TimeoutError
 
-    if os.getpid() == _process and not mpi().Is_finalized():
+    if os.getpid() == _process and _patience > 0 and not mpi().Is_finalized():
         if isinstance(dist.group.WORLD, MPIGroup):
             dist.group.WORLD.shutdown()
         with suppress(TimeoutError):
