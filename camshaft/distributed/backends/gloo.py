@@ -74,14 +74,16 @@ def addresses_of(group: Any) -> bytes:
     return _addresses.get(group, b"")
 
 
-def learn_addresses(group: Any) -> None:
-    """Read where the members of a group listen, in a thread, as another one may wait in the store of the group."""
+def in_thread(call: Callable[[], object], name: str) -> threading.Thread:
+    """Call in a thread, as another one may wait in the store of a group; it may be lost meanwhile."""
 
-    def learn() -> None:
-        with suppress(RuntimeError):  # the store is lost
-            addresses_of(group)
+    def run() -> None:
+        with suppress(RuntimeError):
+            call()
 
-    threading.Thread(target=learn, name="camshaft-addresses", daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def known_addresses() -> bytes:

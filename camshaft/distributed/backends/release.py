@@ -8,7 +8,6 @@ published for the other ranks; all others, such as those of a database, are left
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
@@ -35,7 +34,7 @@ def release_groups(store: Store | None, own: Collection[Addresses]) -> None:
     groups = {group: dist.get_backend_config(group) for group in list(_world.pg_map)}
     for group, config in groups.items():
         if isinstance(group, dist.ProcessGroup) and "nccl" in config:
-            _in_thread(group._get_backend(torch.device("cuda")).abort)
+            gloo.in_thread(group._get_backend(torch.device("cuda")).abort, "camshaft-release")
         elif hasattr(group, "release"):  # over mpi4py
             group.release()
     over_gloo = [group for group, config in groups.items() if "gloo" in config]
@@ -48,7 +47,7 @@ def release_groups(store: Store | None, own: Collection[Addresses]) -> None:
         if store is not None:
             store.check(["camshaft"])
 
-    asking = _in_thread(ask)
+    asking = gloo.in_thread(ask, "camshaft-release")
     asking.join(_PATIENCE)
     if asking.is_alive():
         _shut_down(lambda addresses: addresses in own)
@@ -64,13 +63,3 @@ def _shut_down(is_meant: Callable[[Addresses], bool]) -> None:
         if is_meant(addresses):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _in_thread(call: Callable[[], object]) -> threading.Thread:
-    def run() -> None:
-        with suppress(RuntimeError):
-            call()
-
-    thread = threading.Thread(target=run, name="camshaft-release", daemon=True)
-    thread.start()
-    return thread

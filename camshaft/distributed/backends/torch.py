@@ -94,7 +94,7 @@ class NativeBackend(Backend):
         """Drain gloo at the exit of this process, and learn which connections are its own."""
         gloo.drain_at_exit(self._world)
         if "gloo" in dist.get_backend_config() and self.topology.world_size > 1:
-            gloo.learn_addresses(self._world)
+            gloo.in_thread(lambda: gloo.addresses_of(self._world), "camshaft-addresses")
 
     def messages_at(self, group: Group | None) -> torch.device:
         """Return the CPU: nccl ignores tags, and two ranks that send to each other would wait forever."""
