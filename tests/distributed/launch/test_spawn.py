@@ -31,6 +31,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.registry import module_of
+from camshaft.distributed.launch import commands, work
 from camshaft.distributed.launch import spawn as launch
 from camshaft.errors import RankFailedError
 from tests.guards import children, is_running
@@ -232,8 +233,9 @@ def test_debug_mode_reaches_the_processes():
 def begun(monkeypatch):
     """Record the debug mode of backends that are not installed here."""
     calls = []
-    monkeypatch.setattr(launch, "install", lambda create, **options: calls.append(options))
-    monkeypatch.setattr(launch, "module_of", lambda name: SimpleNamespace(create=print))
+    monkeypatch.setattr(work, "install", lambda create, **options: calls.append(options))
+    for module in (launch, commands):
+        monkeypatch.setattr(module, "module_of", lambda name: SimpleNamespace(create=print))
     return calls
 
 
@@ -245,8 +247,8 @@ def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun, tmp_pat
         (tmp_path / "task").write_bytes(task)
         function(str(tmp_path))
 
-    monkeypatch.setattr(launch, "_run_command", run)
-    launch._spawn_horovod("horovod", (print, (), {}, {"debug": True}), 1)
+    monkeypatch.setattr(commands, "_run_command", run)
+    commands.spawn_horovod("horovod", (print, (), {}, {"debug": True}), 1)
     assert begun == [{"debug": True}]
 
 
@@ -271,14 +273,16 @@ class Started:
 
     exitcode = sentinel = pid = 0
 
-    def __init__(self, target, args, daemon):
-        self.arguments = args
+    def __init__(self, **options):
+        """It has no options."""
 
     def start(self):
         self.variable = os.environ.get("OMP_NUM_THREADS")
 
-    def terminate(self):
+    def terminate(self, *args):
         """It has ended."""
+
+    join = kill = terminate
 
 
 @pytest.mark.parametrize(
@@ -291,12 +295,11 @@ def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Started))
-    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False)
+    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False, start_method="spawn")
     inherited = variables.get("OMP_NUM_THREADS") if threads is None else str(threads)
     assert [process.variable for process in processes.processes] == [inherited] * 4
-    assert [process.arguments[-1] for process in processes.processes] == [threads] * 4
     assert os.environ.get("OMP_NUM_THREADS") == variables.get("OMP_NUM_THREADS")
-    processes.join()
+    processes.end()
 
 
 def test_join_waits_as_long_as_it_is_told(tmp_path):
@@ -309,47 +312,25 @@ def test_join_waits_as_long_as_it_is_told(tmp_path):
     assert not any(process.is_alive() for process in processes.processes)
 
 
-def leave_a_child_behind(folder):
+def leave_a_child_behind(local_rank, folder):
     if (pid := os.fork()) == 0:
-        time.sleep(9000)
+        time.sleep(FOREVER)
     Path(folder, "0 of 1").write_text(str(pid))
     os._exit(3)
 
 
-def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_INTERVAL", 0.05)
-    processes = launch.Processes()
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path):
     try:
-        process = multiprocessing.get_context("fork").Process(target=leave_a_child_behind, args=(str(tmp_path),))
-        process.start()
-        processes.processes.append(process)
         with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
-            processes.join()
+            start("gloo", leave_a_child_behind, (str(tmp_path),))
         assert len(processes_in(tmp_path)) == 1
     finally:
         end_all_in(tmp_path)
 
 
-def close_all_and_end_later():
-    os.closerange(3, 1000)
-    time.sleep(0.3)
-    os._exit(0)
-
-
-def test_join_sleeps_while_a_process_has_closed_its_descriptors(monkeypatch):
-    looks, really_wait = [], launch.wait
-    monkeypatch.setattr(launch, "wait", lambda *args: looks.append(args) or really_wait(*args))
-    processes = launch.Processes()
-    process = multiprocessing.get_context("fork").Process(target=close_all_and_end_later)
-    process.start()
-    processes.processes.append(process)
-    assert processes.join() is True
-    assert len(looks) < 100
-
-
 def ignore_the_ends_of_children(folder):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as after `trap '' CHLD`: the system discards exit codes
-    options = {"nproc_per_node": 2, "start_method": "fork", "timeout": TIMEOUT}
+    options = {"nproc_per_node": 2, "start_method": "forkserver", "timeout": TIMEOUT}
     idist.spawn("gloo", tell, (folder,), **options)
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         idist.spawn("gloo", fail, ("raises",), **options)
@@ -365,6 +346,27 @@ def test_spawn_returns_where_exit_codes_are_discarded(tmp_path):
         parent.kill()
         parent.join()
     assert [told["sum"] for told in told_in(tmp_path)] == [1, 1]
+
+
+def tell_threads_and(local_rank, folder):
+    Path(folder, "told").write_text(f"{os.environ.get('CAMSHAFT_TOLD')} {torch.get_num_threads()}")
+
+
+@pytest.mark.parametrize(("told", "threads"), [("first", "1"), ("then", "3")])
+def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_path, told, threads):
+    monkeypatch.setenv("CAMSHAFT_TOLD", told)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    start("gloo", tell_threads_and, (str(tmp_path),))
+    assert (tmp_path / "told").read_text() == f"{told} {threads}"
+
+
+@pytest.mark.parametrize(
+    ("module", "main", "method"),
+    [("__main__", {}, "fork"), ("__main__", {"__file__": "a.py"}, "forkserver"), ("a", {}, "forkserver")],
+)
+def test_what_no_process_could_import_is_forked(monkeypatch, module, main, method):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**main))
+    assert launch._start_method_for(SimpleNamespace(__module__=module)) == method
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -461,7 +463,7 @@ def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_fir
             raise RuntimeError("DataLoader worker is killed")  # as torch's handler of SIGCHLD does, at any moment
 
     with pytest.raises(RuntimeError, match="worker is killed"):
-        launch.work(0, load, None, report)
+        work.work(0, load, None, report)
     assert "EOFError" in reports[-1].text
     assert "worker is killed" in reports[-1].text
 
@@ -474,14 +476,14 @@ def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequ
         learnt.append(time.monotonic())
         return other if is_consequence else error
 
-    monkeypatch.setattr(launch.failures, "publish", publish)
+    monkeypatch.setattr(work.failures, "publish", publish)
     with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
-        launch.work(0, lambda: 1 / 0, None, reports.append)
+        work.work(0, lambda: 1 / 0, None, reports.append)
     assert (reports[0].when > learnt[0]) == is_consequence
 
 
 def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_SETTLE", 30.0)  # they may be slow to learn, but this is not what is tested
+    monkeypatch.setattr(launch, "GRACE", 30.0)  # they may be slow to learn, but this is not what is tested
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
     wait_until((tmp_path / "learnt").exists)
@@ -662,7 +664,7 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 
 def be_a_parent(folder, how):
     """Start processes that hang, and write down how that ends."""
-    launch.GRACE = 1.0  # those that are forked take it over
+    launch.GRACE = work.GRACE = 1.0  # those that are forked take it over
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
