@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +17,7 @@ import camshaft
 import camshaft.distributed as idist
 from camshaft.distributed.failures.trace import RECORDS_GLOO
 from camshaft.distributed.job import current
+from camshaft.distributed.launch.spawn import Processes
 from tests.limits import TIMEOUT
 from tests.ranks import await_watchers, on_ranks, run_on_ranks
 
@@ -44,6 +48,8 @@ def visited(function: Callable[[], Any]) -> tuple[set[tuple[str, str]], set[str]
 # Functions, and files. These are ceilings, to be lowered only.
 ALL_REDUCE = (8, 5) if RECORDS_GLOO else (11, 6)  # with a list of calls of our own
 AUTO_DATALOADER = 15, 8
+INITIALIZE = 74, 18  # aim: 35 in 8; most of what it visits is in backends and failures
+RUN = 35, 12
 
 
 def check(functions: set[tuple[str, str]], limits: tuple[int, int]) -> None:
@@ -73,3 +79,31 @@ def test_auto_dataloader() -> None:
     await_watchers()
     with idist.use_backend(current()):  # which is not looked for, as in a job that `initialize` has joined
         check(visited(lambda: idist.auto_dataloader(range(12), batch_size=4))[0], AUTO_DATALOADER)
+
+
+def begin(folder: str) -> None:
+    """Initialize twice, as what is imported on demand runs only once, and check how far the second call travels."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    for name in ("warm", "counted"):
+        method = f"file://{folder}/{name}"
+        start = partial(idist.initialize, "gloo", rank=rank, world_size=size, init_method=method, timeout=TIMEOUT)
+        functions, _ = visited(start)
+        idist.barrier()
+        idist.finalize()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness destroys
+    check(functions, INITIALIZE)
+
+
+def test_initialize(tmp_path: Path) -> None:
+    run_on_ranks(2, begin, str(tmp_path))
+
+
+def test_parallel_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the call until the processes start, and from their end until it returns."""
+    monkeypatch.setattr(BaseProcess, "start", lambda process: None)
+    monkeypatch.setattr(BaseProcess, "sentinel", 0)
+    monkeypatch.setattr(Processes, "join", lambda processes: processes._close() or True)
+    with idist.Parallel("gloo", nproc_per_node=2) as parallel:
+        parallel.run(print)
+        check(visited(lambda: parallel.run(print))[0], RUN)

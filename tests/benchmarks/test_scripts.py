@@ -78,14 +78,15 @@ def test_collectives_measures_all_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_launching_measures_both_launchers(tmp_path: Path) -> None:
-    result = result_of(run("launching.py", "--repetitions", "1", "--iterations", "2", folder=tmp_path))
+def test_launching_measures_steps_and_starts(tmp_path: Path) -> None:
+    few = ("--repetitions", "1", "--iterations", "2", "--starting", "1")
+    result = result_of(run("launching.py", *few, folder=tmp_path))
     assert result["benchmark"] == "launching"
-    [row] = result["rows"]
-    assert set(row["ms"]) == {"torchrun", "Parallel"}
-    assert row["target"] == 1.1
-    assert row["verdict"] in ("reached", "missed")
-    assert all(set(spread) == SPREAD and spread["median"] > 0 for spread in (*row["ms"].values(), row["times"]))
+    assert [set(row["ms"]) - {"Parallel"} for row in result["rows"]] == [{"torchrun"}, *[{"torch's spawn"}] * 2]
+    assert [row["target"] for row in result["rows"]] == [1.1, 0.4, 0.1]
+    for row in result["rows"]:
+        assert row["verdict"] in ("reached", "missed")
+        assert all(set(spread) == SPREAD and spread["median"] > 0 for spread in (*row["ms"].values(), row["times"]))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -76,11 +76,11 @@ def spawn(
         nproc_per_node: number of processes.
         kwargs: depend on the backend. For those of torch: ``nnodes``, ``node_rank``, ``master_addr`` and
             ``master_port`` (by default a free port, on one node), ``init_method``, the options of :func:`initialize`,
-            and for the processes ``join``, ``daemon`` and ``start_method``: ``"fork"`` by default in a notebook, where
-            each process then computes with one thread, as the threads of the parent do not survive a fork. ``"mpi"``:
-            ``timeout`` and ``device``. ``"horovod"``: ``hosts``, ``timeout`` and the options of ``horovod.run``.
-            ``"xla-tpu"``: ``start_method`` and ``spmd``. All accept ``debug`` and ``hang_report_after``, as
-            :func:`initialize` does.
+            and for the processes ``join``, ``daemon`` and ``start_method``: by default ``"forkserver"``, ``"spawn"``
+            where that does not exist, and ``"fork"`` in a notebook, where each process then computes with one thread,
+            as the threads of the parent do not survive a fork. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``:
+            ``hosts``, ``timeout`` and the options of ``horovod.run``. ``"xla-tpu"``: ``start_method`` and ``spmd``. All
+            accept ``debug`` and ``hang_report_after``, as :func:`initialize` does.
 
     Returns:
         ``None``; with ``join=False`` an object whose ``join(timeout=None)`` waits for the processes.
