@@ -220,8 +220,9 @@ def _start_method_for(function: Callable[..., Any]) -> str:
     A process can import its function only from a file, so those that are entered in a notebook, or piped into Python,
     need a fork.
     """
-    in_main = getattr(function, "__module__", None) == "__main__"
-    is_entered = in_main and not hasattr(sys.modules["__main__"], "__file__")
+    main = sys.modules["__main__"]
+    has_file = main.__spec__ is not None or os.path.exists(getattr(main, "__file__", ""))  # "<stdin>" is none
+    is_entered = getattr(function, "__module__", None) == "__main__" and not has_file
     methods = multiprocessing.get_all_start_methods()
     if "fork" in methods and (is_entered or hasattr(sys, "ps1") or "ipykernel" in sys.modules):
         return "fork"

@@ -360,13 +360,12 @@ def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_
     assert (tmp_path / "told").read_text() == f"{told} {threads}"
 
 
-@pytest.mark.parametrize(
-    ("module", "main", "method"),
-    [("__main__", {}, "fork"), ("__main__", {"__file__": "a.py"}, "forkserver"), ("a", {}, "forkserver")],
-)
-def test_what_no_process_could_import_is_forked(monkeypatch, module, main, method):
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**main))
-    assert launch._start_method_for(SimpleNamespace(__module__=module)) == method
+@pytest.mark.jobs
+def test_a_script_that_is_piped_into_python_runs_its_function():
+    script = SCRIPT.replace('raise ValueError("no data")', "pass")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True)
+    assert sorted(done.stdout.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)], done.stderr
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
