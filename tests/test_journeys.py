@@ -101,9 +101,9 @@ def test_initialize(tmp_path: Path) -> None:
 
 def test_parallel_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the call until the processes start, and from their end until it returns."""
-    monkeypatch.setattr(BaseProcess, "start", lambda process: None)
-    monkeypatch.setattr(BaseProcess, "sentinel", 0)
-    monkeypatch.setattr(Processes, "join", lambda processes: processes._close() or True)
+    for name in ("start", "terminate", "join", "kill"):
+        monkeypatch.setattr(BaseProcess, name, lambda process, *args: None)
+    monkeypatch.setattr(Processes, "join", lambda processes: processes.end() or True)
     with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(print)
         check(visited(lambda: parallel.run(print))[0], RUN)

@@ -13,7 +13,6 @@ import torch
 
 VARIABLE = "OMP_NUM_THREADS"
 _OF_THE_USER = (VARIABLE, "MKL_NUM_THREADS")
-_when_imported = torch.get_num_threads()  # by a fork server, whose processes may have another environment
 
 
 def available() -> int:
@@ -40,13 +39,6 @@ def limit(threads: int | None) -> None:
     """Let torch compute with no more threads, unless the user has chosen their number."""
     if threads is not None and threads < (present := torch.get_num_threads()) and _is_default(present):
         torch.set_num_threads(threads)
-
-
-def follow_environment() -> None:
-    """Let torch compute with as many threads as if it were imported now, unless the user has set their number."""
-    for name in _OF_THE_USER:
-        if torch.get_num_threads() == _when_imported and os.environ.get(name, "").isdecimal():
-            torch.set_num_threads(int(os.environ[name]))
 
 
 def _is_default(threads: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -86,14 +85,14 @@ def run_mpi_rank(folder: str) -> None:
 
 def _load(folder: str) -> Any:
     """Return the task; the main module of this process becomes that of its parent, as multiprocessing does."""
-    stream = io.BytesIO(Path(folder, "task").read_bytes())
-    process = multiprocessing.current_process()
-    process._inheriting = True  # type: ignore[attr-defined]  # a main module that starts processes is refused
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # a main module that starts processes is refused
     try:
-        multiprocessing.spawn.prepare(pickle.load(stream))
-        return pickle.load(stream)
+        with Path(folder, "task").open("rb") as stream:
+            multiprocessing.spawn.prepare(pickle.load(stream))
+            return pickle.load(stream)
     finally:
-        del process._inheriting  # type: ignore[attr-defined]
+        del process._inheriting
 
 
 def spawn_horovod(

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import wait
@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
 from camshaft.distributed import cores, environments, failures
-from camshaft.distributed.backends.contract import Backend, check_known, variable_set
+from camshaft.distributed.backends.contract import Backend, check_known
 from camshaft.distributed.backends.registry import module_of
 from camshaft.distributed.job import ExceptHook, abandon
 from camshaft.distributed.launch.commands import spawn_horovod, spawn_mpi
 from camshaft.distributed.launch.work import (
     GRACE,
+    INTERVAL,
     Failure,
     Task,
     end_with_parent,
@@ -39,9 +39,6 @@ from camshaft.distributed.launch.work import (
 )
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.errors import check_takes, check_type
-
-# What the fork server imports, once for all processes of all runs: nothing that starts threads or CUDA.
-_PRELOADED = ["torch", "camshaft.distributed.backends.gloo", __name__]
 
 _LAUNCHERS = {
     "openmpi": "mpirun",
@@ -77,7 +74,7 @@ def spawn(
         kwargs: depend on the backend. For those of torch: ``nnodes``, ``node_rank``, ``master_addr`` and
             ``master_port`` (by default a free port, on one node), ``init_method``, the options of :func:`initialize`,
             and for the processes ``join``, ``daemon`` and ``start_method``: by default ``"forkserver"``, ``"spawn"``
-            where that does not exist, and ``"fork"`` in a notebook, where each process then computes with one thread,
+            on Windows and macOS, and ``"fork"`` in a notebook, where each process then computes with one thread,
             as the threads of the parent do not survive a fork. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``:
             ``hosts``, ``timeout`` and the options of ``horovod.run``. ``"xla-tpu"``: ``start_method`` and ``spmd``. All
             accept ``debug`` and ``hang_report_after``, as :func:`initialize` does.
@@ -151,16 +148,14 @@ def _spawn(
     context: Any = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         _preload()
+    target = _run_forked_rank if start_method == "fork" else _run_rank
     by_address = init_method is None or init_method.startswith("env://")
     hosts_store = by_address and nnodes == 1 and master_port is None
     node_rank, world_size = node_rank or 0, nnodes * nproc_per_node
-    all_options = {"init_method": init_method, **options}
-    processes = Processes()
     threads = cores.share(nproc_per_node, cores.available())
-    # torch and other libraries read the variable when they are imported, which is before a process can set it
-    limited = nullcontext() if threads is None else variable_set(cores.VARIABLE, str(threads))
+    processes = Processes()
     try:
-        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server, limited:
+        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server:
             if hosts_store:
                 master_addr, master_port = server.getsockname()
             for index in range(nproc_per_node):
@@ -172,10 +167,12 @@ def _spawn(
                     None if master_port is None else int(master_port),
                     agent_store=hosts_store,
                 )
-                whole_task = (*task, all_options)
-                arguments = (index, name, launch, whole_task, processes.folder.name, start_method)
-                own_name = _Name(f"rank {rank}") if start_method == "forkserver" else None
-                processes.start(context.Process(target=_run_rank, name=own_name, args=arguments, daemon=daemon))
+                environ = {**os.environ, **environments.torch_variables(launch)}  # also for other readers of it
+                whole_task = (*task, {"init_method": init_method, **options})
+                arguments = (environ, threads, name, launch, whole_task, processes.folder.name)
+                process = context.Process(target=target, args=arguments, daemon=daemon)
+                process.start()
+                processes.processes.append(process)
             if hosts_store:
                 # The thread of a store does not exist in a forked process, where destroying the copy of the store
                 # would wait for it forever. So nothing is forked while it exists.
@@ -194,21 +191,27 @@ def _spawn(
     return None if join and processes.join() else processes
 
 
-def _run_rank(index: int, name: str, launch: Launch, task: tuple[Any, ...], folder: str, start_method: str) -> None:
-    """Run in each process."""
+def _run_forked_rank(*args: Any) -> None:
+    # OpenMP's threads, if the parent has used any, do not survive the fork, and the first parallel operation would wait
+    # for them forever. Workers of a DataLoader use a single thread for the same reason.
+    torch.set_num_threads(1)
+    _run_rank(*args)
+
+
+def _run_rank(environ: dict[str, str], threads: int | None, name: str, launch: Launch, task: Any, folder: str) -> None:
+    """Run in each process, whose environment until here may be that of a fork server."""
+    chosen = environ.get(cores.VARIABLE, "")
+    if chosen.isdecimal() and chosen != os.environ.get(cores.VARIABLE):
+        torch.set_num_threads(int(chosen))  # torch reads the variable when it is imported
+    os.environ.clear()
+    os.environ.update(environ)
+    cores.limit(threads)
     parent = multiprocessing.parent_process()
     assert parent is not None, "multiprocessing started this process"
     end_with_parent(parent.sentinel, parent.pid or 0)
-    if start_method == "forkserver":
-        cores.follow_environment()
-    if start_method == "fork":
-        # OpenMP's threads, if the parent has used any, do not survive the fork, and the first parallel operation would
-        # wait for them forever. Workers of a DataLoader use a single thread for the same reason.
-        torch.set_num_threads(1)
-    os.environ.update(environments.torch_variables(launch))  # for other readers of the environment
     try:
         create = partial(module_of(name).create, name, launch)
-        work(index, lambda: task, create, partial(Failure.save, folder=folder))
+        work(launch.topology.local_rank, lambda: task, create, partial(Failure.save, folder=folder))
     except BaseException as error:
         abandon()
         sys.exit(exit_code(error) if isinstance(error, SystemExit) else 1)
@@ -217,40 +220,26 @@ def _run_rank(index: int, name: str, launch: Launch, task: tuple[Any, ...], fold
 def _start_method_for(function: Callable[..., Any]) -> str:
     """Return how to start processes by default.
 
-    A process can import its function only from a file, so those that are entered in a notebook, or piped into Python,
-    need a fork.
+    What was entered in a notebook or piped into Python is in no file that another process could import, so it needs a
+    fork. Otherwise, it is what Python uses by default (since 3.14): a fork server, but not on macOS.
     """
     main = sys.modules["__main__"]
-    has_file = main.__spec__ is not None or os.path.exists(getattr(main, "__file__", ""))  # "<stdin>" is none
-    is_entered = getattr(function, "__module__", None) == "__main__" and not has_file
-    methods = multiprocessing.get_all_start_methods()
-    if "fork" in methods and (is_entered or hasattr(sys, "ps1") or "ipykernel" in sys.modules):
+    file = getattr(main, "__file__", None)  # "<stdin>" is none
+    has_file = main.__spec__ is not None or os.path.exists(file or "")
+    is_entered = not has_file and (file is not None or getattr(function, "__module__", None) == "__main__")
+    if hasattr(os, "fork") and (is_entered or hasattr(sys, "ps1") or "ipykernel" in sys.modules):
         return "fork"
-    return "forkserver" if "forkserver" in methods else "spawn"
+    return "spawn" if sys.platform in ("win32", "darwin") else "forkserver"
 
 
 def _preload() -> None:
-    """Let the fork server import what its processes need, unless the user has chosen that, or it runs already."""
-    server: Any = import_module("multiprocessing.forkserver")  # not on Windows
-    if server._forkserver._preload_modules == ["__main__"]:  # the default; a main module may start threads, or CUDA
-        server.set_forkserver_preload(_PRELOADED)
+    """Let the fork server import torch once, unless the user has chosen what it imports, or it runs already.
 
-
-class _Name(str):
-    """Name of a process of a fork server, which brings the parent's environment along.
-
-    The server has the environment of the first call. A process learns its name before anything else: before it imports
-    the main module, which may read the environment, and before it knows ``sys.path``, so only builtins can be called.
+    It is the one that all processes of multiprocessing share, so nothing else about it is changed.
     """
-
-    is_sent = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.is_sent:  # with the process itself, after the main module was imported
-            return str, (str(self),)
-        self.is_sent = True
-        adopt = "(environ := __import__('os').environ).clear() or environ.update(variables) or name"
-        return eval, (adopt, {"variables": dict(os.environ), "name": str(self)})
+    server: Any = import_module("multiprocessing.forkserver")  # not on Windows
+    if server._forkserver._preload_modules == ["__main__"]:  # the default
+        server.set_forkserver_preload(["torch", "camshaft.distributed.backends.gloo", __name__])  # start no threads
 
 
 def check_nodes(
@@ -284,16 +273,19 @@ def check_nodes(
 
 
 def check_not_launched(nnodes: int | None) -> None:
-    """Check that no launcher has already started the processes that this one is about to start.
+    """Check that no launcher, and no import of the main module, has already started the processes.
 
-    It may have started one on each of several nodes, if there are as many.
+    A launcher may have started one on each of several nodes, if there are as many.
 
     Raises:
         RuntimeError: it has.
     """
     launch = None
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        return  # the main module starts processes where it is imported, which is refused with the reason
+        raise RuntimeError(
+            f"{sys.argv[0]} starts processes when it is imported, and each of them imports it: put its main code under "
+            "if __name__ == '__main__':"
+        )
     with suppress(RuntimeError):  # contradictory variables do not matter here
         launch = environments.detect(os.environ)
     name = None if launch is None else _LAUNCHERS.get(launch.launcher)
@@ -319,29 +311,21 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class Processes(ProcessContext):
+class Processes:
     """Processes that end together, the store they connect to, and the folder to which they write failures."""
 
     def __init__(self) -> None:
-        super().__init__([], [])  # type: ignore[no-untyped-call]
+        self.processes: list[BaseProcess] = []
         self.folder = tempfile.TemporaryDirectory(prefix="camshaft-")
         self.store: Store | None = None  # only this object refers to it: the traceback of a failure would keep it alive
-        self._failure: Failure | None = None
+        self._cause: Failure | None = None
         _running.add(self)
 
-    def start(self, process: BaseProcess) -> None:
-        """Start one more process."""
-        process.start()
-        self.sentinels[process.sentinel] = len(self.processes)
-        self.processes.append(process)
-        self.error_files.append("")  # failures are reported with their time instead
-
-    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until all processes have ended; if one fails, or this is interrupted, end the others.
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all processes have ended; if one fails, or this is interrupted, terminate the others.
 
         Args:
             timeout: seconds to wait at most; ``None`` waits forever.
-            grace_period: seconds that the others have to end by themselves, and again after SIGTERM; by default 5.
 
         Returns:
             Whether all have ended.
@@ -351,46 +335,48 @@ class Processes(ProcessContext):
             ProcessExitedException: a process was killed, or exited with another code than 0.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        alive = {process.sentinel: process for process in self.processes}
         try:
             while self in _running:
-                left = max(deadline - time.monotonic(), 0.0)
-                is_late = not wait(list(self.sentinels), None if left == math.inf else left)
-                codes = [process.exitcode for process in self.processes]  # before others are ended
-                try:
-                    if super().join(0.0, GRACE if grace_period is None else grace_period):
-                        self._close()
-                    elif is_late:
-                        return False
-                except ProcessException:
-                    self._failure = self._first_failure(codes)
-                    self._close()
+                codes = [process.exitcode for process in self.processes]  # before a failure is looked for
+                self._cause = self._find_cause(codes)
+                if self._cause is not None:
+                    self._wait_for_all(GRACE)
+                if self._cause is not None or not alive or None not in codes:
+                    self.end()
+                elif (left := deadline - time.monotonic()) <= 0:
+                    return False
+                else:  # a child of a process may hold its sentinel, so exit codes are looked at in between
+                    for sentinel in wait(alive, min(left, INTERVAL)):
+                        alive.pop(sentinel).join()  # which finds no exit code where SIGCHLD is ignored
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not isinstance(sys.excepthook, ExceptHook):
                 ExceptHook(None)
             self.end()
             raise
-        if self._failure is not None:
-            raise self._failure.exception()  # a new one: its traceback refers to this object
+        if self._cause is not None:
+            raise self._cause.exception()  # a new one: its traceback refers to this object
         return True
 
     def end(self) -> None:
         """Terminate the processes that still run, and kill those that have not ended after a few seconds."""
         for process in self.processes:
             process.terminate()
-        deadline = time.monotonic() + GRACE
+        self._wait_for_all(GRACE)
         for process in self.processes:
-            process.join(max(deadline - time.monotonic(), 0.0))
             process.kill()
             process.join()
-        self._close()
-
-    def _close(self) -> None:
         self.store = None
         self.folder.cleanup()
         _running.discard(self)
 
-    def _first_failure(self, codes: list[int | None]) -> Failure:
-        """Return the cause: others could only fail in consequence of a process that ended silently."""
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0.0))
+
+    def _find_cause(self, codes: list[int | None]) -> Failure | None:
+        """Return the first failure; other processes could only fail in consequence of one that ended silently."""
         reports = Failure.all_in(self.folder.name)
         reported = {failure.rank for failure in reports}
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
@@ -398,6 +384,8 @@ class Processes(ProcessContext):
                 pids = [one.pid for one in self.processes]
                 text = failures.explain_end(process.pid, pids) if code < 0 else ""
                 return Failure(0.0, index, process.pid or 0, code, text)
+        if not reports:
+            return None
         left = [index for index, code in enumerate(codes) if code == 0]
         notes = "".join(f"\n-- process {index} had exited with code 0 before" for index in left)
         return reports[0]._replace(text=reports[0].text + notes)

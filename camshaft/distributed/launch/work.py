@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +28,8 @@ from camshaft.distributed.ranks import get_local_rank
 GRACE = 5.0
 """Seconds that processes have to end by themselves, and again after SIGTERM before they are killed."""
 
-INTERVAL = 1.0  # seconds, at most, between checks for failures and for the end of the parent
+INTERVAL = 1.0
+"""Seconds, at most, between checks for failures and exit codes."""
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 """A function, its arguments, and the options of `install`."""
@@ -148,13 +148,18 @@ def end_with_parent(sentinel: Any, parent: int) -> None:
             server or a launcher may be between the two, so a death signal does not tell.
     """
     watched = [sentinel]
-    with suppress(AttributeError, OSError):  # not on Linux, or it has ended, and closed the sentinel
+    try:
         watched.append(os.pidfd_open(parent))
+    except ProcessLookupError:
+        watched = []  # it has ended
+    except (AttributeError, OSError):
+        pass  # not on Linux
     threading.Thread(target=_watch, args=(watched,), name="camshaft-parent-watchdog", daemon=True).start()
 
 
 def _watch(watched: list[Any]) -> None:
-    wait(watched)
+    if watched:
+        wait(watched)
     os.kill(os.getpid(), signal.SIGTERM)  # the user's handler may save something
     time.sleep(GRACE)
     os._exit(1)  # the main thread may never return to Python, for example from a collective

@@ -269,20 +269,17 @@ def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
 
 
 class Started:
-    """Stands for a process that is started; keeps the variables that it inherits, and its arguments."""
+    """Stands for a process that has ended; keeps its arguments."""
 
     exitcode = sentinel = pid = 0
 
-    def __init__(self, **options):
-        """It has no options."""
+    def __init__(self, target, args, daemon):
+        self.arguments = args
 
-    def start(self):
-        self.variable = os.environ.get("OMP_NUM_THREADS")
-
-    def terminate(self, *args):
+    def start(self, *args):
         """It has ended."""
 
-    join = kill = terminate
+    terminate = join = kill = start
 
 
 @pytest.mark.parametrize(
@@ -295,11 +292,9 @@ def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Started))
-    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False, start_method="spawn")
-    inherited = variables.get("OMP_NUM_THREADS") if threads is None else str(threads)
-    assert [process.variable for process in processes.processes] == [inherited] * 4
-    assert os.environ.get("OMP_NUM_THREADS") == variables.get("OMP_NUM_THREADS")
-    processes.end()
+    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False)
+    assert [process.arguments[1] for process in processes.processes] == [threads] * 4
+    processes.join()
 
 
 def test_join_waits_as_long_as_it_is_told(tmp_path):
@@ -319,10 +314,11 @@ def leave_a_child_behind(local_rank, folder):
     os._exit(3)
 
 
-def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path):
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, method):
     try:
         with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
-            start("gloo", leave_a_child_behind, (str(tmp_path),))
+            idist.spawn("gloo", leave_a_child_behind, (str(tmp_path),), start_method=method)
         assert len(processes_in(tmp_path)) == 1
     finally:
         end_all_in(tmp_path)
@@ -330,7 +326,7 @@ def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path):
 
 def ignore_the_ends_of_children(folder):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as after `trap '' CHLD`: the system discards exit codes
-    options = {"nproc_per_node": 2, "start_method": "forkserver", "timeout": TIMEOUT}
+    options = {"nproc_per_node": 2, "start_method": "fork", "timeout": TIMEOUT}
     idist.spawn("gloo", tell, (folder,), **options)
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         idist.spawn("gloo", fail, ("raises",), **options)
@@ -352,20 +348,13 @@ def tell_threads_and(local_rank, folder):
     Path(folder, "told").write_text(f"{os.environ.get('CAMSHAFT_TOLD')} {torch.get_num_threads()}")
 
 
-@pytest.mark.parametrize(("told", "threads"), [("first", "1"), ("then", "3")])
+@pytest.mark.parametrize(("told", "threads"), [("first", "1"), (None, "3")])
 def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_path, told, threads):
-    monkeypatch.setenv("CAMSHAFT_TOLD", told)
+    if told is not None:
+        monkeypatch.setenv("CAMSHAFT_TOLD", told)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     start("gloo", tell_threads_and, (str(tmp_path),))
     assert (tmp_path / "told").read_text() == f"{told} {threads}"
-
-
-@pytest.mark.jobs
-def test_a_script_that_is_piped_into_python_runs_its_function():
-    script = SCRIPT.replace('raise ValueError("no data")', "pass")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True)
-    assert sorted(done.stdout.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)], done.stderr
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -759,12 +748,11 @@ UNDER_TORCHRUN = {
 
 @pytest.fixture
 def run_script(tmp_path):
-    def run(variables, *arguments):
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT)
+    def run(variables, *arguments, script=SCRIPT):
+        (tmp_path / "script.py").write_text(script)
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, script, *arguments]
+        command = [sys.executable, tmp_path / "script.py", *arguments]
         return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
     return run
@@ -807,3 +795,20 @@ def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_p
     assert script.returncode == -signal.SIGINT
     (line,) = errors.splitlines()
     assert line.startswith("KeyboardInterrupt, at ")
+
+
+@pytest.mark.jobs
+def test_a_script_that_is_piped_into_python_runs_its_function():
+    script = SCRIPT.replace('raise ValueError("no data")', "pass")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True)
+    assert sorted(done.stdout.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)], done.stderr
+
+
+@pytest.mark.jobs
+def test_a_script_without_a_main_guard_is_told_so_by_name(run_script, tmp_path):
+    with run_script({}, script=SCRIPT.replace('__name__ == "__main__"', "True")) as script:
+        _, errors = script.communicate()
+    assert script.returncode == 1
+    assert re.search(r"RuntimeError: .*script.py starts processes .* under if __name__ == '__main__':", errors)
+    assert "exited with code 1 without reporting an exception: check its standard error" in errors
