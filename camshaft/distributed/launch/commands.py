@@ -26,16 +26,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from camshaft.distributed import cores, environments
 from camshaft.distributed.backends.contract import check_known
 from camshaft.distributed.backends.registry import module_of
-from camshaft.distributed.launch.work import (
-    GRACE,
-    INTERVAL,
-    Failure,
-    Task,
-    end_with_parent,
-    exit_code,
-    not_picklable,
-    work,
-)
+from camshaft.distributed.launch import work
 
 _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # Within a Slurm job, MPICH would start the processes with srun, which waits for the step of this process, and Open MPI
@@ -43,7 +34,7 @@ _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
 
 
-def spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node_rank: int = 0, **options: Any) -> None:
+def spawn_mpi(name: str, task: Any, nproc_per_node: int, nnodes: int = 1, node_rank: int = 0, **options: Any) -> None:
     """Start processes with ``mpiexec``, and wait for them; see :func:`camshaft.distributed.spawn`."""
     if nnodes > 1:
         raise ValueError(
@@ -63,7 +54,7 @@ def spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node_
     try:
         pickled = pickle.dumps(preparation) + pickle.dumps((*task, options))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise not_picklable(task, error) from error
+        raise work.not_picklable(task, error) from error
     _run_command([mpiexec, "-n", str(nproc_per_node)], run_mpi_rank, pickled, nproc_per_node, **_ON_THIS_MACHINE)
 
 
@@ -73,10 +64,10 @@ def run_mpi_rank(folder: str) -> None:
     create = partial(module_of("mpi").create, "mpi", launch)
     rank = launch.topology.rank if launch else 0
     try:
-        work(rank, partial(_load, folder), create, partial(Failure.save, folder=folder))
+        work.run(rank, partial(_load, folder), create, partial(work.Failure.save, folder=folder))
     except BaseException as error:
         sys.excepthook(*sys.exc_info())  # while the backend is initialized, this ends all processes once this one ends
-        code = exit_code(error) if isinstance(error, SystemExit) else 1
+        code = work.exit_code(error)
         if not dist.is_initialized():
             sys.stdout.flush()
             os._exit(code)  # MPI would wait for the other processes, which may wait for this one
@@ -97,7 +88,7 @@ def _load(folder: str) -> Any:
 
 def spawn_horovod(
     name: str,
-    task: Task,
+    task: Any,
     nproc_per_node: int,
     nnodes: int = 1,
     node_rank: int = 0,
@@ -119,7 +110,7 @@ def spawn_horovod(
     try:  # with cloudpickle, as Horovod itself does: it accepts functions of the main module
         pickled = import_module("cloudpickle").dumps((*task, {"timeout": timeout}))
     except Exception as error:
-        raise not_picklable(task, error) from error
+        raise work.not_picklable(task, error) from error
     # In a process of its own, as it replaces signal handlers and leaves servers running.
     whole_task = pickle.dumps((pickled, {"num_proc": nproc_per_node, **options}))
     _run_command([], run_horovod, whole_task, nproc_per_node)
@@ -136,13 +127,13 @@ def run_horovod_rank(pickled: bytes, path: list[str], folder: str) -> None:
     sys.path[:] = path  # Horovod does not pass it on
     launch = environments.read("horovodrun", os.environ)
 
-    def report(failure: Failure) -> None:
+    def report(failure: work.Failure) -> None:
         kind = sys.exc_info()[0]
         if kind is None or kind.__name__ != "HorovodInternalError":  # a consequence of the end of another process
             failure.save(folder)
 
     create = partial(module_of("horovod").create, "horovod", launch)
-    work(launch.topology.rank if launch else 0, partial(pickle.loads, pickled), create, report)
+    work.run(launch.topology.rank if launch else 0, partial(pickle.loads, pickled), create, report)
 
 
 def _run_command(
@@ -161,18 +152,18 @@ def _run_command(
         limits = {} if threads is None else {cores.VARIABLE: str(threads)}
         process = subprocess.Popen([*command, *python], stdin=subprocess.DEVNULL, env=variables | limits | os.environ)
         try:
-            while process.poll() is None and not Failure.all_in(folder):
+            while process.poll() is None and not work.Failure.all_in(folder):
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(INTERVAL)
+                    process.wait(work.INTERVAL)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE)
         finally:
             process.terminate()  # if interrupted, or if it does not notice a failure; it terminates its processes
             with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
+                process.wait(work.GRACE)
             process.kill()
             process.wait()
-        if failures := Failure.all_in(folder):
+        if failures := work.Failure.all_in(folder):
             raise failures[0].exception()
     if process.returncode:
         name = Path(command[0]).name if command else "horovod.run"
@@ -187,5 +178,5 @@ def _run_command(
 
 def start(function: str, folder: str, port: int, parent: int) -> None:
     """Call a function of this module, and end with the process that listens on the port."""
-    end_with_parent(socket.create_connection(("127.0.0.1", port)), parent)
+    work.end_with_parent(socket.create_connection(("127.0.0.1", port)), parent)
     globals()[function](folder)

@@ -26,17 +26,8 @@ from camshaft.distributed import cores, environments, failures
 from camshaft.distributed.backends.contract import Backend, check_known
 from camshaft.distributed.backends.registry import module_of
 from camshaft.distributed.job import ExceptHook, abandon
+from camshaft.distributed.launch import work
 from camshaft.distributed.launch.commands import spawn_horovod, spawn_mpi
-from camshaft.distributed.launch.work import (
-    GRACE,
-    INTERVAL,
-    Failure,
-    Task,
-    end_with_parent,
-    exit_code,
-    not_picklable,
-    work,
-)
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.errors import check_takes, check_type
 
@@ -125,7 +116,7 @@ def check_options(backend: str, options: Iterable[str], nproc_per_node: int | No
 
 def _spawn(
     name: str,
-    task: Task,
+    task: work.Task,
     nproc_per_node: int,
     nnodes: int = 1,
     node_rank: int | None = None,
@@ -186,7 +177,7 @@ def _spawn(
     except BaseException as error:
         processes.end()
         if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
-            raise not_picklable(task, error) from error
+            raise work.not_picklable(task, error) from error
         raise
     return None if join and processes.join() else processes
 
@@ -208,13 +199,13 @@ def _run_rank(environ: dict[str, str], threads: int | None, name: str, launch: L
     cores.limit(threads)
     parent = multiprocessing.parent_process()
     assert parent is not None, "multiprocessing started this process"
-    end_with_parent(parent.sentinel, parent.pid or 0)
+    work.end_with_parent(parent.sentinel, parent.pid or 0)
     try:
         create = partial(module_of(name).create, name, launch)
-        work(launch.topology.local_rank, lambda: task, create, partial(Failure.save, folder=folder))
+        work.run(launch.topology.local_rank, lambda: task, create, partial(work.Failure.save, folder=folder))
     except BaseException as error:
         abandon()
-        sys.exit(exit_code(error) if isinstance(error, SystemExit) else 1)
+        sys.exit(work.exit_code(error))
 
 
 def _start_method_for(function: Callable[..., Any]) -> str:
@@ -280,12 +271,12 @@ def check_not_launched(nnodes: int | None) -> None:
     Raises:
         RuntimeError: it has.
     """
-    launch = None
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             f"{sys.argv[0]} starts processes when it is imported, and each of them imports it: put its main code under "
             "if __name__ == '__main__':"
         )
+    launch = None
     with suppress(RuntimeError):  # contradictory variables do not matter here
         launch = environments.detect(os.environ)
     name = None if launch is None else _LAUNCHERS.get(launch.launcher)
@@ -318,7 +309,7 @@ class Processes:
         self.processes: list[BaseProcess] = []
         self.folder = tempfile.TemporaryDirectory(prefix="camshaft-")
         self.store: Store | None = None  # only this object refers to it: the traceback of a failure would keep it alive
-        self._cause: Failure | None = None
+        self._cause: work.Failure | None = None
         _running.add(self)
 
     def join(self, timeout: float | None = None) -> bool:
@@ -335,19 +326,19 @@ class Processes:
             ProcessExitedException: a process was killed, or exited with another code than 0.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        alive = {process.sentinel: process for process in self.processes}
+        alive: dict[Any, BaseProcess] = {process.sentinel: process for process in self.processes}
         try:
             while self in _running:
                 codes = [process.exitcode for process in self.processes]  # before a failure is looked for
                 self._cause = self._find_cause(codes)
                 if self._cause is not None:
-                    self._wait_for_all(GRACE)
+                    self._wait_for_all(work.GRACE)
                 if self._cause is not None or not alive or None not in codes:
                     self.end()
                 elif (left := deadline - time.monotonic()) <= 0:
                     return False
                 else:  # a child of a process may hold its sentinel, so exit codes are looked at in between
-                    for sentinel in wait(alive, min(left, INTERVAL)):
+                    for sentinel in wait(alive, min(left, work.INTERVAL)):
                         alive.pop(sentinel).join()  # which finds no exit code where SIGCHLD is ignored
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not isinstance(sys.excepthook, ExceptHook):
@@ -362,7 +353,7 @@ class Processes:
         """Terminate the processes that still run, and kill those that have not ended after a few seconds."""
         for process in self.processes:
             process.terminate()
-        self._wait_for_all(GRACE)
+        self._wait_for_all(work.GRACE)
         for process in self.processes:
             process.kill()
             process.join()
@@ -375,15 +366,15 @@ class Processes:
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.0))
 
-    def _find_cause(self, codes: list[int | None]) -> Failure | None:
+    def _find_cause(self, codes: list[int | None]) -> work.Failure | None:
         """Return the first failure; other processes could only fail in consequence of one that ended silently."""
-        reports = Failure.all_in(self.folder.name)
+        reports = work.Failure.all_in(self.folder.name)
         reported = {failure.rank for failure in reports}
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
             if code and index not in reported:
                 pids = [one.pid for one in self.processes]
                 text = failures.explain_end(process.pid, pids) if code < 0 else ""
-                return Failure(0.0, index, process.pid or 0, code, text)
+                return work.Failure(0.0, index, process.pid or 0, code, text)
         if not reports:
             return None
         left = [index for index, code in enumerate(codes) if code == 0]
@@ -396,7 +387,7 @@ class Processes:
 
 def _spawn_xla(
     name: str,
-    task: Task,
+    task: work.Task,
     nproc_per_node: int,
     nnodes: int = 1,
     node_rank: int = 0,
@@ -442,7 +433,7 @@ def _run_xla_rank(rank: int, name: str, task: Any, expected: tuple[int, int]) ->
         return backend
 
     try:
-        work(rank, lambda: task, create, lambda failure: None)
+        work.run(rank, lambda: task, create, lambda failure: None)
     except BaseException:
         abandon()
         raise

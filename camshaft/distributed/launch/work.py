@@ -89,7 +89,7 @@ class Failure(NamedTuple):
         return sorted(cls(*json.loads(file.read_text())) for file in Path(folder).glob("failure-*[0-9]"))
 
 
-def work(
+def run(
     rank: int,
     load: Callable[[], Any],
     create: Callable[..., Backend],
@@ -125,9 +125,10 @@ def work(
         raise found from found.__cause__
 
 
-def exit_code(error: SystemExit) -> int:
+def exit_code(error: BaseException) -> int:
     """Return the exit code that Python uses for this exception."""
-    return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code if isinstance(code, int) else 0 if code is None else 1
 
 
 def not_picklable(task: Task, error: Exception) -> TypeError:

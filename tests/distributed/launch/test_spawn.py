@@ -451,7 +451,7 @@ def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_fir
             raise RuntimeError("DataLoader worker is killed")  # as torch's handler of SIGCHLD does, at any moment
 
     with pytest.raises(RuntimeError, match="worker is killed"):
-        work.work(0, load, None, report)
+        work.run(0, load, None, report)
     assert "EOFError" in reports[-1].text
     assert "worker is killed" in reports[-1].text
 
@@ -466,12 +466,12 @@ def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequ
 
     monkeypatch.setattr(work.failures, "publish", publish)
     with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
-        work.work(0, lambda: 1 / 0, None, reports.append)
+        work.run(0, lambda: 1 / 0, None, reports.append)
     assert (reports[0].when > learnt[0]) == is_consequence
 
 
 def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", 30.0)  # they may be slow to learn, but this is not what is tested
+    monkeypatch.setattr(work, "GRACE", 30.0)  # they may be slow to learn, but this is not what is tested
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
     wait_until((tmp_path / "learnt").exists)
@@ -481,7 +481,7 @@ def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
 
 
 def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", 0.5)
+    monkeypatch.setattr(work, "GRACE", 0.5)
     with pytest.raises(ProcessRaisedException, match="process 1 failed(.|\n)*ValueError: enough"):
         start("gloo", hang_until_the_other_fails, (str(tmp_path),), nproc_per_node=2)
     (file,) = tmp_path.iterdir()
@@ -652,7 +652,7 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 
 def be_a_parent(folder, how):
     """Start processes that hang, and write down how that ends."""
-    launch.GRACE = work.GRACE = 1.0  # those that are forked take it over
+    work.GRACE = 1.0  # those that are forked take it over
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
