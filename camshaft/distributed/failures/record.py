@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ _STATUS = _HEADER + _HEADER_BYTES
 _SIZE = _STATUS + _STATUS_BYTES
 _ATTEMPTS, _PAUSE = 20, 0.001  # to read an area that is being written; seconds between them
 _SEARCH = 10.0  # seconds between two searches for records of more ranks than are known to be on this node
-_PIDFD_INFO, _HAS_EXITED = (0xC040FF0B, 64), 8  # ioctl PIDFD_GET_INFO, size of its structure; flag in its mask
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error)  # raised by damaged content
 
 LEFT_BY_EXIT = "has ended with exit code 0, without leaving the job: os._exit(0)?"
@@ -126,7 +125,7 @@ class Record:
         self._write(_HEADER, _HEADER_BYTES, {**self._facts, "job": name})
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace the status, which JSON must be able to represent; beyond 48 KB, its longest texts are shortened."""
+        """Replace the status, which JSON must be able to represent; beyond 48 KB, its largest items are left out."""
         self._write(_STATUS, _STATUS_BYTES, status)
         with suppress(OSError, ValueError):
             os.utime(self._file)  # writing to a mapped file does not update its time everywhere
@@ -165,8 +164,8 @@ class Record:
                 os.close(file)
         self._file = self._stacks = -1
 
-    def _write(self, start: int, size: int, content: Any) -> None:
-        """Write content as JSON to an area, shortened as far as necessary."""
+    def _write(self, start: int, size: int, content: Mapping[str, Any]) -> None:
+        """Write content as JSON to an area, as far as it fits."""
         try:
             data = _fitting(content, size - _AREA.size)
             with self._lock:
@@ -209,7 +208,6 @@ class Node:
         self._foreign: set[Path] = set()  # records of other jobs
         self._paths: list[Path] = [record.path]
         self._next_search = 0.0
-        self._processes: dict[int, int | None] = {}  # rank -> pidfd, if there is one
         self._ends: dict[int, dict[str, str]] = {}
 
     def read(self, is_urgent: bool = False) -> dict[int, Snapshot]:
@@ -228,13 +226,6 @@ class Node:
         self._paths = [one.path for one in found.values()]
         return found
 
-    def close(self) -> None:
-        """Close what was opened for other processes."""
-        for file in self._processes.values():
-            if file is not None:
-                os.close(file)
-        self._processes.clear()
-
     def _candidates(self, is_urgent: bool) -> Sequence[Path]:
         """Return the paths to read; the folders are searched rarely, as those for temporary files may be large."""
         record = self._record
@@ -248,14 +239,11 @@ class Node:
 
     def _with_end(self, one: Snapshot) -> Snapshot:
         """Add to the status of a process that has ended without leaving how it did, as far as that can be found out."""
-        rank = one.rank
         if one.is_alive or one.status.get("left"):
-            if rank not in self._processes and one.pid != os.getpid():
-                self._processes[rank] = _opened_process(one)
             return one
-        if rank not in self._ends and (end := _end_of(one, self._processes.get(rank))):
-            self._ends[rank] = end
-        return Snapshot(**{**vars(one), "status": {**one.status, **self._ends.get(rank, {})}})
+        if one.rank not in self._ends and (end := _end_of(one)):
+            self._ends[one.rank] = end
+        return replace(one, status=one.status | self._ends.get(one.rank, {}))
 
 
 def start_of(pid: int) -> str:
@@ -267,32 +255,16 @@ def start_of(pid: int) -> str:
         return ""
 
 
-def _opened_process(one: Snapshot) -> int | None:
-    """Return a descriptor that tells how a process ended, if that is certainly the one of a record."""
-    if not one.start or start_of(one.pid) != one.start or not hasattr(os, "pidfd_open"):
-        return None  # for example of a container with process ids of its own
-    with suppress(OSError):
-        file: int = os.pidfd_open(one.pid)
-        if start_of(one.pid) == one.start:
-            return file
-        os.close(file)
-    return None
+def _end_of(one: Snapshot) -> dict[str, str]:
+    """Return ``{"left": ...}`` or ``{"killed": ...}`` of a process that released its record, and nothing if unknown.
 
-
-def _end_of(one: Snapshot, process: int | None) -> dict[str, str]:
-    """Return ``{"left": ...}`` or ``{"killed": ...}`` of a process that released its record, and nothing if unknown."""
+    The system knows it until the parent of the process has asked for it.
+    """
     code: int | None = None
     if "crash" in one.status:
         return {"killed": one.status["crash"]}
     with suppress(OSError, ValueError, IndexError):
-        if process is not None:  # Linux 6.15 knows it as long as the descriptor is open
-            size, answer = _PIDFD_INFO[1], bytearray(_PIDFD_INFO[1])
-            struct.pack_into("=Q", answer, 0, _HAS_EXITED)
-            fcntl.ioctl(process, _PIDFD_INFO[0], answer)
-            if struct.unpack_from("=Q", answer)[0] & _HAS_EXITED:
-                (code,) = struct.unpack_from("=i", answer, size - 4)
-    with suppress(OSError, ValueError, IndexError):
-        if code is None and one.start and start_of(one.pid) == one.start:
+        if one.start and start_of(one.pid) == one.start:  # else, of a container with process ids of its own
             fields = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "ZX":
                 code = int(fields[49])
@@ -460,14 +432,10 @@ def _read_area(file: int, start: int, size: int) -> Any:
     return None
 
 
-def _fitting(content: Any, size: int) -> bytes:
-    """Return content as JSON of at most ``size`` bytes."""
-    data, longest = _json(content), size
-    while len(data) > size and longest > 8:
-        longest //= 2
-        data = _json(_shortened(content, longest))
-    if len(data) > size:  # it has many short texts, or numbers
-        content = _shortened(content, longest)
+def _fitting(content: Mapping[str, Any], size: int) -> bytes:
+    """Return content as JSON of at most ``size`` bytes, without the largest items if there is too much."""
+    data = _json(content)
+    if len(data) > size:
         sizes = {name: len(_json({name: value})) for name, value in content.items()}
         smallest = sorted(sizes, key=lambda name: sizes[name])
         ends = itertools.accumulate(sizes[name] for name in smallest)
@@ -477,15 +445,3 @@ def _fitting(content: Any, size: int) -> bytes:
 
 def _json(content: Any) -> bytes:
     return json.dumps(content, default=repr, skipkeys=True).encode()
-
-
-def _shortened(content: Any, longest: int) -> Any:
-    """Return content without the middle of long texts."""
-    if isinstance(content, str) and len(content) > longest:
-        half = (longest - 3) // 2
-        return f"{content[:half]}...{content[-half:]}"
-    if isinstance(content, Mapping):
-        return {name: _shortened(value, longest) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_shortened(value, longest) for value in content]
-    return content

@@ -287,8 +287,6 @@ class Watcher(Resource):
         has_failed = self._failure is not None or self._backend.job.verdict is not None
         are_known = not self.is_everywhere or len(local) >= self._backend.topology.local_world_size  # or still connect
         is_last = not has_failed and are_known and all(map(verdicts.has_ended, others))
-        if self._node is not None and not self._thread.is_alive():
-            self._node.close()
         if self._record is not None:
             self._record.close(keep=not is_last)  # of a job that failed the records are kept, for --inspect
         for other in others if is_last else ():
@@ -649,7 +647,8 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     lines = [f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"] if own else []
-    what, where = summary(error), ", ".join([*getattr(error, "__notes__", ())[:_MOST_NOTES], *lines])
+    what = summary(error)[:_LONGEST_TRACEBACK]
+    where = ", ".join([*getattr(error, "__notes__", ())[:_MOST_NOTES], *lines])[-_LONGEST_TRACEBACK:]
     return {
         "kind": "failed",
         "rank": rank,

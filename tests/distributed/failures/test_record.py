@@ -48,10 +48,6 @@ def test_the_header_says_who_writes_it(record: Record) -> None:
     assert (found.job, found.rank, found.world_size, found.pid) == ("", 1, 2, os.getpid())
     assert (found.host, found.status) == (socket.gethostname(), {})
     assert found.is_alive
-    record.job = "a job " + "x" * 2000
-    found = snapshot(record)
-    assert record.job.startswith(found.job[:100])
-    assert found.rank == 1
     record.job = "job 3"
     assert snapshot(record).job == record.job == "job 3"
 
@@ -67,20 +63,16 @@ def test_the_status_is_what_was_written_last(record: Record) -> None:
     [
         {"time": 1, "text": "x" * 100_000},
         {"time": 1, "texts": [{"text": "ä" * 5000} for _ in range(30)], "short": "all of it"},
-        {"time": 1, "numbers": list(range(50_000))},
         {"time": 1, **{str(number): "x" for number in range(50_000)}},
     ],
-    ids=["a long text", "many long texts", "many numbers", "many names"],
+    ids=["a long text", "many long texts", "many names"],
 )
-def test_a_status_that_is_too_long_is_shortened(record: Record, status: dict[str, Any]) -> None:
+def test_a_status_that_is_too_long_lacks_its_largest_items(record: Record, status: dict[str, Any]) -> None:
     record.write_status(status)
     found = snapshot(record).status
     assert found["time"] == 1
     assert found.get("short") == status.get("short")
-    if "text" in status:
-        assert found["text"].startswith("xxx")
-        assert 10_000 < len(json.dumps(found)) <= 48 * 1024
-        assert "..." in found["text"]
+    assert len(json.dumps(found)) <= 48 * 1024
 
 
 class Odd:
@@ -399,7 +391,7 @@ def test_damaged_content_never_raises(
 
 
 def ends(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the records say of processes that ended in different ways, and are no zombies any more."""
+    """Return what the records say of processes that ended in different ways, before their parents ask."""
     record, found = Record(0, 2, folder), {}
     record.job = "job"
     node = Node(record, 2, folder)
@@ -419,14 +411,12 @@ def ends(folder: Path) -> dict[str, dict[str, Any]]:
         assert node.read(is_urgent=True)[1].is_alive
         os.kill(pid, signal.SIGUSR1)
         if name != "exec":
-            os.waitpid(pid, 0)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
         while (one := node.read(is_urgent=True)[1]).is_alive or (name == "exec" and "left" not in one.status):
             time.sleep(0.01)  # the new program starts
         found[name] = {key: value for key, value in one.status.items() if key in ("left", "killed")}
-        if name == "exec":
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        node.close()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         one.path.unlink()
         node = Node(record, 2, folder)
     record.close()
@@ -435,35 +425,12 @@ def ends(folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_how_a_process_ended_is_read_where_the_system_tells(tmp_path: Path) -> None:
     (found,) = run_on_ranks(1, ends, tmp_path)
-    unknown: dict[str, Any] = {}  # before Linux 6.15
-    assert found["0"] in ({"left": LEFT_BY_EXIT}, unknown)
-    assert found["3"] in ({"killed": "exit code 3"}, unknown)
-    assert found["killed"] in ({"killed": "SIGKILL"}, unknown)
-    assert found["exec"] == {"left": LEFT_BY_EXEC}
-
-
-def strangers(folder: Path) -> list[int]:
-    record = Record(0, 2, folder)
-    record.job = "job"
-    node, opened = Node(record, 2, folder), []
-    module.os.pidfd_open = lambda pid: opened.append(pid)  # type: ignore[attr-defined]
-
-    def work() -> None:
-        other = Record(1, 2, folder)
-        other._facts["start"] = f"1/{other._facts['start']}"  # of another namespace, where its id means another process
-        other.job = "job"
-
-    pid = child_of(work)
-    assert node.read(is_urgent=True)[1].is_alive
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert not node.read(is_urgent=True)[1].is_alive
-    record.close()
-    return opened
-
-
-def test_processes_that_are_not_certainly_ranks_are_left_alone(tmp_path: Path) -> None:
-    assert run_on_ranks(1, strangers, tmp_path) == [[]]
+    assert found == {
+        "0": {"left": LEFT_BY_EXIT},
+        "3": {"killed": "exit code 3"},
+        "killed": {"killed": "SIGKILL"},
+        "exec": {"left": LEFT_BY_EXEC},
+    }
 
 
 def test_the_stack_of_a_crash_in_a_second_job_is_beside_its_own_record(tmp_path: Path) -> None:

@@ -53,17 +53,15 @@ def test_the_threads_live_as_long_as_the_job() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("missing", ["descriptors", "flock", "pidfd_open"])
+@pytest.mark.parametrize("missing", ["descriptors", "flock"])
 def test_the_watcher_works_where_the_system_lacks_something(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(24, "Too many open files")
 
     if missing == "descriptors":
         monkeypatch.setattr(record.os, "open", fail)
-    elif missing == "flock":
-        monkeypatch.setattr(record, "fcntl", None)
     else:
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
+        monkeypatch.setattr(record, "fcntl", None)
     backend = StoreOnly(dist.HashStore())
     watcher = watch(backend)
     try:
