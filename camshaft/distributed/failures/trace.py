@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -31,7 +29,6 @@ from camshaft.text import spans
 DEBUG = "debug "  # before the names of the groups of calls that debug mode compares
 _MOST = 64  # calls that are kept
 _MOST_GROUPS = 32
-_MOST_FRAMES = 30  # of a stack
 _SHARE = 10.0  # times the duration of one reading, at least, until the next one
 # alike on all ranks; gloo also demands it of all_gather
 _SIZED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -110,7 +107,7 @@ class Calls:
             self.members[group] = spans(ranks)
         number = self.counts[group] = self.counts.get(group, 0) + 1
         layout = str(tensors[0].dtype) if tensors else "", [list(one.shape) for one in tensors]
-        call = [group, number, operation, *layout, time.monotonic(), False, threading.get_ident(), _stack()]
+        call = [group, number, operation, *layout, time.monotonic(), False, threading.get_ident()]
         self._recent.append(call)
         return call
 
@@ -123,24 +120,9 @@ class Calls:
 
     def read(self) -> Iterator[Call]:
         """Yield the calls, oldest first."""
-        for group, number, operation, dtype, shapes, began, is_done, thread, _ in tuple(self._recent):
+        for group, number, operation, dtype, shapes, began, is_done, thread in tuple(self._recent):
             layout = _layout(operation, dtype, shapes, self._library)
             yield Call(group, number, operation, *layout, began, is_done, thread, self._library)
-
-    def stack_of(self, group: str, sequence: int) -> list[str]:
-        """Return the stack in which a call was sent, innermost first, and nothing if it is not known."""
-        found = next((call for call in tuple(self._recent) if call[:2] == [group, sequence]), None)
-        return [] if found is None else [f"{code.co_filename}:{line} in {code.co_name}" for code, line in found[-1]]
-
-
-def _stack() -> list[tuple[CodeType, int]]:
-    """Return code and line of the frames of this thread, without the frames, which would keep objects alive."""
-    frame: FrameType | None = sys._getframe(2)
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return found
 
 
 class Trace:
@@ -217,18 +199,6 @@ class Trace:
         self._state = None if any(begun > 0 for begun in unlisted.values()) else state
         self._next = now + _SHARE * (time.monotonic() - began)
         return self._found
-
-    def stack_of(self, group: str, sequence: int) -> list[str]:
-        """Return the stack in which a call was sent, innermost first; the first time, that takes seconds."""
-        for calls in self.own:
-            if group in calls.members:
-                return calls.stack_of(group, sequence)
-        name = next((name for name, key, *_ in self._groups() if key == group.partition(" ")[0]), None)
-        found = pickle.loads(c10d._dump_fr_trace(True, True, False)) if name is not None and RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
-        for entry in reversed(found.get("entries", ())):
-            if entry["process_group"][0] == name and entry["collective_seq_id"] == sequence:
-                return [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
-        return []
 
     def _groups(self) -> list[tuple[str, str, str, int]]:
         """Return for each of torch's groups its name, key, ranks, and the number of operations that it has begun."""

@@ -46,7 +46,6 @@ ANSWER = 5.0  # seconds that another node has to answer; then a rank is judged w
 # Seconds without a packet from the host of the store, whose kernel answers, after which it is taken for lost; torchrun
 # waits as long for a heartbeat. Of other nodes, silence proves nothing: an extension may hold the GIL as long.
 UNREACHABLE = 15.0
-PLACES = 10.0  # seconds that a rank has to look up the line of a call that has completed
 SHARING = 10.0  # seconds between two exchanges of shared values among nodes
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
 _ABLE = 4.0  # age in seconds of the status of a rank that can lead its node
@@ -110,7 +109,6 @@ class Watcher(Resource):
         self._hangs = _Hangs(self._rank, report_after)
         self._nodes = _OtherNodes(self.board, self._rank, self._size)
         self._sharing = _Sharing(self.board, self._rank)
-        self._places = _Places(self._trace, self._rank)
         self.is_everywhere = self._is_closed = False
         self._left: str | None = None
         self._failure: dict[str, Any] | None = None
@@ -214,8 +212,7 @@ class Watcher(Resource):
         has_others = self._backend.topology.local_world_size < self._size
         began = time.monotonic()
         while self._thread.is_alive() and not self._has_verdict.wait(URGENT):
-            is_prepared = any(one.status.get("wanted") for one in self._local.values())
-            limit = (_LEARNING + 2 * ANSWER * has_others if not self.board.is_lost else PATIENCE) + PLACES * is_prepared
+            limit = PATIENCE if self.board.is_lost else _LEARNING + 2 * ANSWER * has_others
             if time.monotonic() > began + limit:
                 if has_others and self.board.is_lost:
                     annotate(error, "the process that serves the store of the job has ended")
@@ -312,7 +309,7 @@ class Watcher(Resource):
         is_urgent = any(told) or bool(self._lost)
         status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
         status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
-        status |= {"final": self._final, "shared": self._sharing.own, **self._places.exchange(self._local)}
+        status |= {"final": self._final, "shared": self._sharing.own}
         if "calls" in status:
             status["asked"] = self._nodes.number
         self._write(status)
@@ -366,14 +363,7 @@ class Watcher(Resource):
                     gone = set(range(self._size)) - ranks.keys()  # the job fails for want of them, whatever they do
                     ranks = ranks | {rank: _departed(rank, self._size, verdicts.NO_ANSWER) for rank in gone}
         found = None if ranks is None else verdicts.verdict(ranks.values(), now)
-        if found is None:
-            return
-        if found.kind == "failed" and not self._is_fresh(local, now):
-            return
-        wanted = [one for one in found.unknown if one[0] in local and _is_here(local[one[0]])]
-        if wanted and not self._places.wanted:
-            self._places.wanted, self._places.until = wanted, now + PLACES
-        if not wanted or now >= self._places.until:
+        if found is not None and (found.kind != "failed" or self._is_fresh(local, now)):
             self._give_verdict(found)
 
     def _is_fresh(self, local: dict[int, Snapshot], now: float) -> bool:
@@ -516,40 +506,6 @@ class _OtherNodes:
 
         self._board.read_places("answer", receive)
         self._board.submit(fetch)
-
-
-class _Places:
-    """The lines of calls that have completed, and differ from those of other ranks; they are only looked up then.
-
-    Args:
-        trace: of this process.
-        rank: of this process.
-
-    Attributes:
-        wanted: by this rank: rank, group, and number of each call.
-        until: when to stop waiting for them.
-    """
-
-    def __init__(self, trace: Trace, rank: int) -> None:
-        self._trace, self._rank = trace, rank
-        self.wanted: list[tuple[int, str, int]] = []
-        self.until = math.inf
-        self._found: list[Any] = []  # group and number, and the place
-        self._looks = False
-
-    def exchange(self, local: dict[int, Snapshot]) -> dict[str, Any]:
-        """Look up the calls of this rank that others want to know; return what is known, and what is wanted."""
-        asked = [key for one in local.values() for rank, *key in one.status.get("wanted", ()) if rank == self._rank]
-        if asked and not self._looks:
-            self._looks = True
-            Thread(target=self._look_up, args=(asked,), name="camshaft-places", daemon=True).start()
-        return {"wanted": self.wanted, "places": self._found}
-
-    def _look_up(self, asked: list[Any]) -> None:
-        for group, sequence in asked:
-            stack = self._trace.stack_of(group, sequence)
-            place = named(stack) if stack else {"what": "", "line": "(completed)"}
-            self._found = [*self._found, [[group, sequence], place]]
 
 
 class _Sharing:
