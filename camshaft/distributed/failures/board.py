@@ -1,7 +1,7 @@
 """What the ranks of a job tell each other through its store, on a thread of its own, as the store may block.
 
 Each process sends one request per second. A failure, or a verdict, is kept by the first rank that writes it. Topics
-form a list, to which ranks append. What a node answers to a question, or shares, has one key that it overwrites.
+form a list, to which ranks append. What a rank answers to a question, or shares, has one key that it overwrites.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Board:
 
     Attributes:
         final: the failure or the verdict that ends the job.
-        query: the last question to all nodes, with its number; ``None`` if there was none.
+        query: the last question to all ranks, with its number; ``None`` if there was none.
         host: a rank on the host of the store, if the job has several nodes.
         is_lost: whether the store was lost.
         silent_since: since when the host of the store does not answer, else infinity.
@@ -84,7 +84,7 @@ class Board:
         self._news: list[str] = []  # topics, as far as they were read
         self._callbacks: dict[str, Callback] = {}
         self._tasks: deque[tuple[Callable[[Store], object], Event]] = deque()
-        self._places: dict[str, str] = {}  # of this node, by what is written there
+        self._places: dict[str, str] = {}  # of this rank, by what is written there
         self._lock, self._wake = Lock(), Event()
         self._is_closed = False
         self.thread = Thread(target=self._run, name="camshaft-board", daemon=True)
@@ -136,7 +136,7 @@ class Board:
         return done
 
     def write_place(self, kind: str, content: Any) -> None:
-        """Write what this node has of a kind, in place of what it wrote before."""
+        """Write what this rank has of a kind, in place of what it wrote before."""
         data = json.dumps(content, default=str)
 
         def write(store: Store) -> None:
@@ -146,8 +146,12 @@ class Board:
 
         self.submit(write)
 
-    def read_places(self, kind: str, receive: Callable[[list[Any]], None]) -> None:
-        """Pass what the nodes wrote of a kind to a function, which runs on the board's thread, and report a change."""
+    def read_places(self, kind: str, receive: Callable[[list[Any]], None]) -> Event:
+        """Pass what the ranks wrote of a kind to a function, which runs on the board's thread, and report a change.
+
+        Returns:
+            An event that is set when that is over.
+        """
 
         def fetch(store: Store) -> None:
             keys = [f"{kind}/{number}" for number in range(1, 1 + store.add(f"{kind}/places", 0))]
@@ -156,24 +160,21 @@ class Board:
             receive([json.loads(found) for found in _get_all(store, keys)])
             self._on_change()
 
-        self.submit(fetch)
+        return self.submit(fetch)
 
-    def say_farewell(self, rank: int, how: str, num_known: int, until: float) -> None:
-        """Write that a rank leaves, for nodes that cannot read its record.
+    def say_farewell(self, rank: int, num_known: int, until: float) -> None:
+        """Wait until what this rank has written is in the store, and the store is no longer needed.
 
         With rank 0, the store may end. Before it leaves, the others must know the name of the job, without which they
         do not find its record, and those of other nodes must know what has ended the job.
 
         Args:
             rank: of this process.
-            how: it leaves.
             num_known: of ranks that must know the name of the job.
             until: when to stop waiting.
         """
 
-        def write(store: Store) -> None:
-            store.set(f"left/{rank}", how)
-            store.add("num_left", 1)
+        def wait(store: Store) -> None:
             informing = min(until, time.monotonic() + _INFORMING) if self.final and self._has_others else 0.0
             while rank == 0 and time.monotonic() < until:
                 num_connected = store.add("connected", 0)
@@ -183,7 +184,7 @@ class Board:
                 time.sleep(_PAUSE)
 
         if self.responds:
-            self.submit(write).wait(max(0.0, until - time.monotonic()))
+            self.submit(wait).wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """End the thread, unless the store blocks it."""

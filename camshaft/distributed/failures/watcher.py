@@ -1,9 +1,8 @@
 """The watcher of a job: one thread per process that finds out whether the job can still proceed.
 
-Once a second it writes the status of its rank into the record of this process, and reads the records of the ranks on
-its node. The lowest rank of a node that is able to, its leader, judges: if a rank waits, it asks the other nodes
-through the store, and announces a verdict if there is a proof. Every rank raises the verdict, or the failure that came
-first.
+Once a second it writes the status of its rank into the record of this process, reads the records of the ranks on its
+node, and announces a verdict if there is a proof. If ranks of a node wait, the first of them asks those of other nodes
+through the store; each process answers for itself. Every rank raises the verdict, or the failure that came first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from camshaft import activity
 from camshaft.activity import summary
@@ -37,18 +35,19 @@ from camshaft.distributed.failures.once import reporting
 from camshaft.distributed.failures.record import Node, Record, Snapshot, remove
 from camshaft.distributed.failures.status import PATIENCE, Observer, named, stack_of
 from camshaft.distributed.failures.trace import Call, Calls, Found, Trace
+from camshaft.distributed.failures.verdicts import Ranks
 from camshaft.errors import MismatchError, RankDivergenceError, RankFailedError, RemoteTraceback, annotate
 from camshaft.text import spans
 
 PERIOD = 1.0  # seconds between two rounds
 URGENT = 0.05  # the same while this rank waits to learn why an operation failed
-ANSWER = 5.0  # seconds that another node has to answer; then a rank is judged without it
+ANSWER = 5.0  # seconds that a rank of another node has to answer; then the job is judged without it
 # Seconds without a packet from the host of the store, whose kernel answers, after which it is taken for lost; torchrun
 # waits as long for a heartbeat. Of other nodes, silence proves nothing: an extension may hold the GIL as long.
 UNREACHABLE = 15.0
 SHARING = 10.0  # seconds between two exchanges of shared values among nodes
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
-_ABLE = 4.0  # age in seconds of the status of a rank that can lead its node
+_ABLE = 4.0  # age in seconds of the status of a rank that can ask for its node
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
 _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed, on a single node
 _NOTICING = 0.5  # seconds until it is known on a node that one of its processes has ended
@@ -57,7 +56,7 @@ _ENDING = 5.0  # seconds that its thread has to end
 _RAISING = 2.0  # seconds that this rank has to raise a verdict before it is logged
 _ORPHANED = 30.0  # seconds that a rank has to end once its torchrun was killed; torchrun itself allows as many
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
-_MOST_KEYS, _MOST_STACKS = 16, 4  # of an answer
+_MOST_KEYS = 16  # of a question
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _MESSAGES = ("send", "recv", "isend", "irecv")  # functions of torch
 _TRANSLATED = "camshaft_translated"  # attribute of an error that was looked at before
@@ -69,11 +68,6 @@ _IN_TORCH = (
     os.path.join("nn", "parallel", "distributed.py"),
     os.path.join("autograd", "graph.py"),
 )
-_ANSWERED = (  # of the status of a rank on another node
-    *("time", "engines", "ended", "doing", "inside", "idle_for", "waits", "begun", "at_most", "is_stuck", "strays"),
-    *("left", "lost"),
-)
-
 Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
 """Runs on the watcher's thread; gets the values of the ranks, and returns that of this rank, to be written as JSON."""
 
@@ -108,7 +102,7 @@ class Watcher(Resource):
         self._observer = Observer(self._trace, self._main)
         self._hangs = _Hangs(self._rank, report_after)
         self._nodes = _OtherNodes(self.board, self._rank, self._size)
-        self._sharing = _Sharing(self.board, self._rank)
+        self._sharing = _Sharing(self.board, self._rank, self._size)
         self.is_everywhere = self._is_closed = False
         self._left: str | None = None
         self._failure: dict[str, Any] | None = None
@@ -264,7 +258,7 @@ class Watcher(Resource):
             self._wake.set()
             until = time.monotonic() + _TELLING
             self._has_told.wait(_TELLING)
-            self.board.say_farewell(self._rank, how, self._size if self.is_everywhere else 0, until)
+            self.board.say_farewell(self._rank, self._size if self.is_everywhere else 0, until)
 
     def close(self) -> None:
         """Publish that this rank has left the job, and end the threads."""
@@ -310,29 +304,28 @@ class Watcher(Resource):
         status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
         status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
         status |= {"final": self._final, "shared": self._sharing.own}
-        if "calls" in status:
-            status["asked"] = self._nodes.number
         self._write(status)
+        local = {} if self._node is None else self._node.read(is_urgent=bool(self._lost))
+        if self._rank not in local:  # it has no record
+            local[self._rank] = Snapshot(Path(), "", self._rank, self._size, os.getpid(), True, "", status)
+        self._local = local
+        self._nodes.answer(local, now)
         if told == (self._left, self._failure):  # else, it has left or failed in this round
             self._has_told.set()
-        local = self._local = {} if self._node is None else self._node.read(is_urgent=bool(self._lost))
         self._final = self._final or self.board.final or _first_final(local.values())
         if self._agent is not None and os.getppid() != self._agent:
             self._end_without_agent(now)
         if told[0] is not None:
             return
-        able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < _ABLE]
-        leads = self._rank == min(able, default=self._rank)
-        if leads:
-            self._nodes.answer(local, now)
-        first = min((rank for rank, one in local.items() if reports.waited(one, now) > PATIENCE), default=None)
-        if self._final is None and (leads or self._rank == first):  # the latter reports what it waits for
-            self._judge(local, now)
+        ranks = self._known_ranks(local, now) if self._final is None else None
+        found = None if ranks is None else verdicts.verdict(ranks.values(), now)
+        if found is not None and (found.kind != "failed" or self._is_fresh(local, now)):
+            self._give_verdict(found)
         if self._final is not None and status["final"] is None:
             self._write(status | {"final": self._final})  # the store may end with the next process
         self._obey(now)
-        self._hangs.report(self._nodes.known(local, now), local, now)
-        self._sharing.exchange(local, leads and len(local) < self._size, now)
+        self._hangs.report(ranks, local, now)
+        self._sharing.exchange(local, now)
 
     def _write(self, status: dict[str, Any]) -> None:
         if self._record is not None:
@@ -349,28 +342,45 @@ class Watcher(Resource):
             one.status.get("waits_for", 0.0) >= PATIENCE - PERIOD or one.status.get("lost") for one in local.values()
         )
 
-    def _judge(self, local: dict[int, Snapshot], now: float) -> None:
-        """Announce a verdict if there is a proof that the job cannot proceed."""
-        ranks: dict[int, Snapshot] | None = local
-        waiting = [one for one in local.values() if reports.waited(one, now) > PATIENCE or one.status.get("lost")]
-        if waiting and len(local) < self._size:
-            if now - self.board.silent_since > UNREACHABLE and self.board.host not in (None, *local):
-                assert self.board.host is not None
-                ranks = local | {self.board.host: _departed(self.board.host, self._size, verdicts.NO_ANSWER)}
-            elif self.board.usable_store is not None:
-                ranks = self._nodes.ask(local, waiting, now)
-                if ranks is not None and self.is_everywhere and any(one.status.get("lost") for one in waiting):
-                    gone = set(range(self._size)) - ranks.keys()  # the job fails for want of them, whatever they do
-                    ranks = ranks | {rank: _departed(rank, self._size, verdicts.NO_ANSWER) for rank in gone}
-        found = None if ranks is None else verdicts.verdict(ranks.values(), now)
-        if found is not None and (found.kind != "failed" or self._is_fresh(local, now)):
-            self._give_verdict(found)
+    def _known_ranks(self, local: dict[int, Snapshot], now: float) -> Ranks | None:
+        """Return what the ranks have called, as far as they are known; ``None`` until those of other nodes answer.
+
+        These are asked by one rank of each node whose ranks wait.
+        """
+        waiting = {
+            rank: one
+            for rank, one in local.items()
+            if (reports.waited(one, now) > PATIENCE or one.status.get("lost"))
+            and now - one.status.get("time", now) < _ABLE
+        }
+        if not waiting or len(local) == self._size:
+            return local
+        if self._rank != min(waiting):
+            return None
+        host = self.board.host
+        if now - self.board.silent_since > UNREACHABLE and host is not None and host not in local:
+            return local | {host: _departed(host, self._size)}
+        if self.board.usable_store is None:
+            return local
+        lost = [one.status["lost"] for one in waiting.values() if one.status.get("lost")]
+        keys = [wait.key for one in waiting.values() for wait in verdicts.waits_of(one)]
+        keys += [tuple(one["key"]) for one in lost if one["key"]]
+        longest = max(reports.waited(one, now) for one in waiting.values())
+        pause = min(max(longest / 2, PERIOD), _LONGEST_BREAK)
+        if longest < self._hangs.after:
+            pause = min(pause, max(self._hangs.after - longest, PERIOD))  # when a report is due
+        ranks = self._nodes.ask(local, list(dict.fromkeys(keys)), pause, now)
+        if ranks is not None and self.is_everywhere and lost:
+            gone = set(range(self._size)) - ranks.keys()  # the job fails for want of them, whatever they do
+            ranks = {**ranks, **{rank: _departed(rank, self._size) for rank in gone}}
+        return ranks
 
     def _is_fresh(self, local: dict[int, Snapshot], now: float) -> bool:
         """Return whether the ranks have reported since one has disappeared: their calls may be the reason."""
         gone = [one for one in local.values() if not one.is_alive and not one.status.get("left")]
         self._gone_since = min(self._gone_since, now) if gone else math.inf
-        reported = min((one.status.get("time", now) for one in local.values() if _is_here(one)), default=now)
+        alive = (one for one in local.values() if not verdicts.has_ended(one))
+        reported = min((one.status.get("time", now) for one in alive), default=now)
         return not gone or reported > self._gone_since or now - self._gone_since > _ABLE
 
     def _give_verdict(self, verdict: verdicts.Verdict) -> None:
@@ -411,7 +421,7 @@ class Watcher(Resource):
 
 
 class _OtherNodes:
-    """Questions to the leaders of all nodes, and their answers, which every node that waits reads.
+    """Questions to the ranks of all nodes, and their answers, which one rank of each node reads whose ranks wait.
 
     Args:
         board: of the job.
@@ -421,91 +431,83 @@ class _OtherNodes:
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         self._board, self._rank, self._size = board, rank, size
-        self._asked: tuple[int, float] | None = None  # number of the question whose answers are read, and since when
-        self._next = 0.0
-        self._answers: dict[int, Snapshot] = {}
-        self._known: tuple[dict[int, Snapshot], float] = {}, 0.0  # what was answered last, and when
-        self._last_number = 0  # of the question that was last read
         self._seen: tuple[int, float] = 0, math.inf  # the last question, and when it was seen
         self._answered = 0
+        self._asked: tuple[int, float] | None = None  # the question whose answers are read, and since when
+        self._last_number = 0  # of the question that was last read
+        self._answers: dict[int, Snapshot] = {}
+        self._is_read: Event | None = None  # set once the last request for answers is over
+        self._next = 0.0
 
     @property
     def number(self) -> int:
         """Number of the last question."""
         return 0 if self._board.query is None else int(self._board.query["number"])
 
-    def known(self, local: dict[int, Snapshot], now: float) -> dict[int, Snapshot] | None:
-        """Return the ranks of this node, and those of others as they answered last; ``None`` if they may do so soon."""
-        found, then = self._known
-        if len(local) < self._size and not found and self._board.usable_store is not None:
-            return None
-        return {rank: _shifted(one, now - then) for rank, one in found.items()} | local
-
     def is_asked(self, now: float) -> bool:
-        """Return whether a node has asked what the ranks have called."""
+        """Return whether a rank has asked what the others have called."""
         if self.number != self._seen[0]:
             self._seen = self.number, now
         return now - self._seen[1] < ANSWER
 
     def answer(self, local: dict[int, Snapshot], now: float) -> None:
-        """Answer the last question, once the ranks of this node have written what they have called."""
-        query = self._board.query
-        if query is None or self._answered == query["number"]:
-            return
-        self.is_asked(now)
-        is_waited_for = any(_is_here(one) and one.status.get("asked", 0) < query["number"] for one in local.values())
-        if is_waited_for and now - self._seen[1] < ANSWER - 2 * PERIOD:
-            return
-        self._answered = query["number"]
-        keys = {tuple(key) for key in query["keys"]}
-        content, num_stacks = [], 0
-        for one in local.values():
-            status = {name: one.status[name] for name in _ANSWERED if one.status.get(name) is not None}
-            status["calls"] = [call for call in one.status.get("calls", ()) if tuple(call[:2]) in keys]
-            if not status.get("waits") and num_stacks < _MOST_STACKS:
-                status["stack"], num_stacks = one.status.get("stack", ()), num_stacks + 1
-            content.append(asdict(_shifted(replace(one, status=status), -now)))
-        self._board.write_place("answer", {"number": query["number"], "ranks": content})
+        """Answer the last question for this rank, and for those of its node that cannot, and say how this one leaves.
 
-    def ask(self, local: dict[int, Snapshot], waiting: list[Snapshot], now: float) -> dict[int, Snapshot] | None:
-        """Ask all nodes, unless another one has; return what the ranks have called once all nodes have had the time."""
+        Args:
+            local: what the ranks of this node have written, this one after :meth:`is_asked`.
+            now: the time.
+        """
+        own, (number, since) = local.get(self._rank), self._seen
+        if own is None:
+            return
+        if not own.status.get("left"):
+            is_early = "calls" not in own.status and now - since < ANSWER - 2 * PERIOD
+            if number == self._answered or is_early:
+                return
+        self._answered = number
+        keys, content = {tuple(key) for key in (self._board.query or {}).get("keys", ())}, []
+        for one in local.values():
+            is_able = not verdicts.has_ended(one) and now - one.status.get("time", now) < _ABLE
+            if one is not own and is_able:
+                continue
+            status = one.status | {"calls": [call for call in one.status.get("calls", ()) if tuple(call[:2]) in keys]}
+            if status.get("waits"):
+                status.pop("stack", None)  # those of the ranks that others wait for are enough
+            content.append(asdict(_shifted(replace(one, status=status), -now)))
+        self._board.write_place("answer", {"number": number, "ranks": content})
+
+    def ask(self, local: dict[int, Snapshot], keys: list[Any], pause: float, now: float) -> Ranks | None:
+        """Ask all ranks, unless another one has; return what they have called once all have had the time to answer.
+
+        Args:
+            local: the ranks of this node.
+            keys: groups and numbers of the calls to ask for.
+            pause: seconds until the next question.
+            now: the time.
+        """
         if self._asked is None or self._asked[0] < self.number:
             if self.number > self._last_number and now - self._seen[1] < ANSWER:
                 self._asked, self._last_number, self._answers = (self.number, now), self.number, {}
             elif now >= self._next:
-                self._ask(waiting, now)
+                self._next = now + pause
+                before = "-" if self._board.query is None else json.dumps(self._board.query)
+                query = json.dumps({"number": 1 + self.number, "keys": keys[:_MOST_KEYS]})
+                self._board.submit(lambda store: store.compare_set("query", before, query))
             return None
-        then = self._asked[1]
-        missing = [rank for rank in range(self._size) if rank not in self._answers and rank not in local]
-        if missing and now - then < ANSWER:
-            self._read(missing)
+        if now - self._asked[1] < ANSWER and len(self._answers | local) < self._size:
+            if self._is_read is None or self._is_read.is_set():
+                self._is_read = self._board.read_places("answer", self._receive)
             return None
         self._asked = None
-        self._known = self._answers, now
         return self._answers | local
 
-    def _ask(self, waiting: list[Snapshot], now: float) -> None:
-        longest = max(reports.waited(one, now) for one in waiting)
-        self._next = now + min(max(longest / 2, PERIOD), _LONGEST_BREAK)
-        keys = [wait.key for one in waiting for wait in verdicts.waits_of(one)]
-        keys += [tuple(one.status["lost"]["key"]) for one in waiting if (one.status.get("lost") or {}).get("key")]
-        before = "-" if self._board.query is None else json.dumps(self._board.query)
-        query = {"number": 1 + self.number, "keys": list(dict.fromkeys(keys))[:_MOST_KEYS]}
-        self._board.submit(lambda store: store.compare_set("query", before, json.dumps(query)))
-
-    def _read(self, missing: list[int]) -> None:
-        """Read the answers, and how ranks have left whose node has nobody who answers."""
-
-        def receive(nodes: list[Any]) -> None:
-            answers = [_snapshots(node, time.monotonic()) for node in nodes if node["number"] == self._last_number]
-            self._answers |= {one.rank: one for answer in answers for one in answer}
-
-        def fetch(store: Store) -> None:
-            left = _farewells(store, [rank for rank in missing if rank not in self._answers])
-            self._answers |= {rank: _departed(rank, self._size, how) for rank, how in left.items()}
-
-        self._board.read_places("answer", receive)
-        self._board.submit(fetch)
+    def _receive(self, found: list[Any]) -> None:
+        now = time.monotonic()
+        for answer in found:
+            for item in answer["ranks"]:
+                one = _shifted(Snapshot(**{**item, "path": Path(item["path"])}), now)
+                if answer["number"] == self._last_number or verdicts.has_ended(one):
+                    self._answers = self._answers | {one.rank: one}
 
 
 class _Sharing:
@@ -514,21 +516,23 @@ class _Sharing:
     Args:
         board: of the job.
         rank: of this process.
+        size: number of ranks of the job.
     """
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._rank = board, rank
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        self._board, self._rank, self._size = board, rank, size
         self.exchanges: dict[str, Exchange] = {}
         self.own: dict[str, Any] = {}  # values of this rank, by name
         self._values: dict[str, dict[int, Any]] = {}  # of other nodes, by name and rank
         self._next = 0.0
 
-    def exchange(self, local: dict[int, Snapshot], has_others: bool, now: float) -> None:
-        """Pass the values of all ranks to who compares them; with other nodes, the leader writes those of its own."""
-        near = {rank: one.status["shared"] for rank, one in local.items() if _is_here(one) and one.status.get("shared")}
-        if has_others and now >= self._next and (near or self.exchanges):
+    def exchange(self, local: dict[int, Snapshot], now: float) -> None:
+        """Pass the values of the ranks to who compares them: those of this node, and on rank 0 all of them."""
+        alive = {rank: one for rank, one in local.items() if not verdicts.has_ended(one)}
+        near = {rank: one.status["shared"] for rank, one in alive.items() if one.status.get("shared")}
+        if self.exchanges and len(local) < self._size and now >= self._next:
             self._next = now + SHARING
-            self._board.write_place("shared", list(near.items()))
+            self._board.write_place("shared", [self._rank, self.own])
             if self._rank == 0:
                 self._board.read_places("shared", self._receive)
         own = {}
@@ -543,9 +547,9 @@ class _Sharing:
                 own[name] = value
         self.own = own
 
-    def _receive(self, nodes: list[Any]) -> None:
+    def _receive(self, found: list[Any]) -> None:
         self._values = {}
-        for rank, values in (item for node in nodes for item in node):
+        for rank, values in found:
             for name, value in values.items():
                 self._values.setdefault(name, {})[rank] = value
 
@@ -568,8 +572,8 @@ class _Hangs:
         self._next = 0.0
         self._complete_since = 0.0  # when all ranks that this one waits for had arrived
 
-    def report(self, ranks: dict[int, Snapshot] | None, local: dict[int, Snapshot], now: float) -> None:
-        """Log a report if it is time, and the ranks of other nodes are known."""
+    def report(self, ranks: Ranks | None, local: dict[int, Snapshot], now: float) -> None:
+        """Log a report if it is time, and the ranks of other nodes have just answered."""
         own = local.get(self._rank)
         waited, shortest = 0.0 if own is None else reports.waited(own, now), min(PATIENCE, self.after)
         if waited < shortest:
@@ -680,22 +684,8 @@ def _error(final: dict[str, Any]) -> RuntimeError:
     return error
 
 
-def _is_here(one: Snapshot) -> bool:
-    return one.is_alive and not one.status.get("left")
-
-
-def _departed(rank: int, size: int, how: str) -> Snapshot:
-    return Snapshot(Path(), "", rank, size, 0, False, "", {"left": how})
-
-
-def _farewells(store: Store, ranks: list[int]) -> dict[int, str]:
-    """Return how ranks have left, as far as they could say it."""
-    there = [rank for rank in ranks if store.check([f"left/{rank}"])] if store.add("num_left", 0) else []
-    return {rank: store.get(f"left/{rank}").decode() for rank in there}
-
-
-def _snapshots(answer: dict[str, Any], now: float) -> list[Snapshot]:
-    return [_shifted(Snapshot(**{**one, "path": Path(one["path"])}), now) for one in answer["ranks"]]
+def _departed(rank: int, size: int) -> Snapshot:
+    return Snapshot(Path(), "", rank, size, 0, False, "", {"left": verdicts.NO_ANSWER})
 
 
 def _shifted(one: Snapshot, by: float) -> Snapshot:
