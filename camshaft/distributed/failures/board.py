@@ -146,12 +146,8 @@ class Board:
 
         self.submit(write)
 
-    def read_places(self, kind: str, receive: Callable[[list[Any]], None]) -> Event:
-        """Pass what the ranks wrote of a kind to a function, which runs on the board's thread, and report a change.
-
-        Returns:
-            An event that is set when that is over.
-        """
+    def read_places(self, kind: str, receive: Callable[[list[Any]], None]) -> None:
+        """Pass what the ranks wrote of a kind to a function, which runs on the board's thread, and report a change."""
 
         def fetch(store: Store) -> None:
             keys = [f"{kind}/{number}" for number in range(1, 1 + store.add(f"{kind}/places", 0))]
@@ -160,7 +156,7 @@ class Board:
             receive([json.loads(found) for found in _get_all(store, keys)])
             self._on_change()
 
-        return self.submit(fetch)
+        self.submit(fetch)
 
     def say_farewell(self, rank: int, num_known: int, until: float) -> None:
         """Wait until what this rank has written is in the store, and the store is no longer needed.

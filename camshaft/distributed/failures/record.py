@@ -41,9 +41,8 @@ PREFIX, REPORTED = "camshaft-", ".reported"
 _SUFFIX, _STACKS = ".record", ".stacks"
 _FATAL = "Fatal Python error: "  # what faulthandler begins with when a process crashes
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
-_MAGIC = b"camshaft record 4"
-_STAMP = struct.Struct("=Q")
-_AREA = struct.Struct("=QII")  # before JSON: stamp, odd while it is written; size and CRC-32 of the JSON
+_MAGIC = b"camshaft record 5"
+_AREA = struct.Struct("=II")  # before JSON: its size and CRC-32, which differs while it is written
 _HEADER, _HEADER_BYTES, _STATUS_BYTES = 64, 1024, 48 * 1024
 _STATUS = _HEADER + _HEADER_BYTES
 _SIZE = _STATUS + _STATUS_BYTES
@@ -100,7 +99,6 @@ class Record:
 
     def __init__(self, rank: int, world_size: int, folder: Path | None = None) -> None:
         self._lock = threading.RLock()  # a signal handler may interrupt a write
-        self._stamps = itertools.count(2, 2)
         self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
         self._facts["start"] = start_of(os.getpid())
         self._job = ""
@@ -169,11 +167,8 @@ class Record:
         try:
             data = _fitting(content, size - _AREA.size)
             with self._lock:
-                stamp = next(self._stamps)
-                _STAMP.pack_into(self._map, start, stamp + 1)
                 self._map[start + _AREA.size : start + _AREA.size + len(data)] = data
-                _AREA.pack_into(self._map, start, stamp + 1, len(data), zlib.crc32(data))
-                _STAMP.pack_into(self._map, start, stamp)
+                _AREA.pack_into(self._map, start, len(data), zlib.crc32(data))
         except Exception as error:
             logger.debug("the record was not written: %r", error)
 
@@ -421,13 +416,10 @@ def _read_area(file: int, start: int, size: int) -> Any:
     """Return the content of an area; ``None`` if it is empty, damaged, or still being written."""
     for _ in range(_ATTEMPTS):
         data = os.pread(file, size, start)
-        stamp, length, checksum = _AREA.unpack_from(data)
+        length, checksum = _AREA.unpack_from(data)
         text = data[_AREA.size : _AREA.size + length]
-        if stamp % 2 == 0:
-            if zlib.crc32(text) == checksum:
-                return json.loads(text.decode()) if text else None
-            if os.pread(file, _AREA.size, start) == data[: _AREA.size]:
-                return None
+        if zlib.crc32(text) == checksum:
+            return json.loads(text.decode()) if text else None
         time.sleep(_PAUSE)
     return None
 

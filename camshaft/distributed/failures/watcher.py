@@ -436,8 +436,7 @@ class _OtherNodes:
         self._asked: tuple[int, float] | None = None  # the question whose answers are read, and since when
         self._last_number = 0  # of the question that was last read
         self._answers: dict[int, Snapshot] = {}
-        self._is_read: Event | None = None  # set once the last request for answers is over
-        self._next = 0.0
+        self._next = self._next_reading = 0.0
 
     @property
     def number(self) -> int:
@@ -495,8 +494,9 @@ class _OtherNodes:
                 self._board.submit(lambda store: store.compare_set("query", before, query))
             return None
         if now - self._asked[1] < ANSWER and len(self._answers | local) < self._size:
-            if self._is_read is None or self._is_read.is_set():
-                self._is_read = self._board.read_places("answer", self._receive)
+            if now >= self._next_reading:  # each reading wakes this thread
+                self._next_reading = now + PERIOD / 2
+                self._board.read_places("answer", self._receive)
             return None
         self._asked = None
         return self._answers | local

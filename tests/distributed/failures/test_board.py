@@ -176,7 +176,7 @@ def test_questions_and_answers_leave_one_key_per_rank() -> None:
         watcher.board = watcher._nodes._board = connected(store, rank)
         nodes.append((watcher, {rank: snapshot(rank, SIZE, begun={"0": 4}, calls=[], stack=["x.py:1 in f"] * 30)}))
     asker, local = nodes[0]
-    local[0] = snapshot(0, SIZE, calls=[], stack=[], **waiting("0", 5, "barrier", "0-1023"))
+    local[0] = snapshot(0, SIZE, **waiting("0", 5, "barrier", "0-1023"))
     num_keys, now = set(), 100.0
     for _ in range(4):
         store.requests.clear()
