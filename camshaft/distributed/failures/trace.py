@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import sys
 import threading
 import time
@@ -199,6 +200,15 @@ class Trace:
         self._state = None if any(begun > 0 for begun in unlisted.values()) else state
         self._next = now + _SHARE * (time.monotonic() - began)
         return self._found
+
+    def stack_of(self, group: str, sequence: int) -> list[str]:
+        """Return the stack in which a call was sent, innermost first, if torch knows; the first time takes seconds."""
+        name = next((name for name, key, *_ in self._groups() if key == group.partition(" ")[0]), None)
+        found = pickle.loads(c10d._dump_fr_trace(True, True, False)) if name is not None and RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
+        for entry in reversed(found.get("entries", ())):
+            if entry["process_group"][0] == name and entry["collective_seq_id"] == sequence:
+                return [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
+        return []
 
     def _groups(self) -> list[tuple[str, str, str, int]]:
         """Return for each of torch's groups its name, key, ranks, and the number of operations that it has begun."""

@@ -35,10 +35,12 @@ class Verdict(NamedTuple):
     Attributes:
         kind: ``"failed"`` or ``"diverged"``.
         text: for the error.
+        unknown: rank, group, and number of calls whose line is not in the text, as they have completed.
     """
 
     kind: str
     text: str
+    unknown: tuple[tuple[int, str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def verdict(snapshots: Iterable[Snapshot], now: float) -> Verdict | None:
     """
     ranks = {one.rank: one for one in sorted(snapshots, key=lambda one: one.rank)}
     if found := _different(ranks):
-        return Verdict("diverged", "\n".join([*_hints(ranks), found]))
+        return found._replace(text="\n".join([*_hints(ranks), found.text]))
     if text := _cycle(ranks):
         return Verdict("diverged", "\n".join([*_hints(ranks), text]))
     for one in ranks.values():
@@ -133,8 +135,8 @@ def verdict(snapshots: Iterable[Snapshot], now: float) -> Verdict | None:
 # --- different calls ------------------------------------------------------------------------------------------------
 
 
-def _different(ranks: Ranks) -> str | None:
-    """Return a table of calls that were sent under the same number of one group, and differ."""
+def _different(ranks: Ranks) -> Verdict | None:
+    """Return a verdict with a table of calls that were sent under the same number of one group, and differ."""
     calls: defaultdict[tuple[str, int], defaultdict[int, list[tuple[str, ...]]]]
     calls = defaultdict(lambda: defaultdict(list))  # several in one number if they were coalesced
     for rank, one in ranks.items():
@@ -149,28 +151,29 @@ def _different(ranks: Ranks) -> str | None:
     running = [key for key in differing if any((rank, *key) in waits for rank in calls[key])]
     group, sequence = min(running or differing, key=lambda key: key[1])
     group, sequence = min(key for key in differing if key[0] == group)  # the others follow from it
-    rows = {}
+    rows, unknown = {}, []
     for rank, sent in calls[group, sequence].items():
-        operation, value, _ = sent[0]
-        wait = waits.get((rank, group, sequence))
-        what, line = (wait.what, wait.place) if wait else _completed(ranks[rank], operation)
-        rows[rank] = _row(ranks[rank], what, operation, value, line)
-    return f"the ranks call different things:\n{_table(rows)}"
+        one, (operation, value, _) = ranks[rank], sent[0]
+        stack, (*key, place) = one.status.get("stack", ()), one.status.get("completed") or ("", 0, {})
+        is_looked_up = key == [group, sequence]
+        if wait := waits.get((rank, group, sequence)):
+            what, line = wait.what, wait.place
+        elif is_looked_up and place["line"]:
+            what, line = place["what"] or operation, place["line"]
+        elif one.status.get("crash"):
+            what, line = named(stack, operation)["what"], user_line(stack)
+        else:
+            what, line = operation, f"(completed; then at {user_line(stack)})" if stack else "(completed)"
+            if not is_looked_up:
+                unknown.append((rank, group, sequence))
+        rows[rank] = _row(one, what, operation, value, line)
+    return Verdict("diverged", f"the ranks call different things:\n{_table(rows)}", tuple(unknown))
 
 
 def _differ(sent: Sequence[Sequence[tuple[str, ...]]]) -> bool:
     """Return whether ranks have sent different things; of what was coalesced, the first parts may be forgotten."""
     known = min(map(len, sent))
     return len({tuple((operation, size) for operation, _, size in parts[-known:]) for parts in sent}) > 1
-
-
-def _completed(one: Snapshot, operation: str) -> tuple[str, str]:
-    """Return the name of a call that is no longer running, and where the rank is now, or where it has crashed."""
-    stack = one.status.get("stack", ())
-    if one.status.get("crash"):
-        found = named(stack, operation)
-        return found["what"], found["line"]
-    return operation, f"(completed; then at {user_line(stack)})" if stack else "(completed)"
 
 
 # --- ranks that wait for each other -----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from camshaft.text import spans
 
 PERIOD = 1.0  # seconds between two rounds
 URGENT = 0.05  # the same while this rank waits to learn why an operation failed
+PLACES = 10.0  # seconds that a rank has to look up the line of a call that has completed
 ANSWER = 5.0  # seconds that a rank of another node has to answer; then the job is judged without it
 # Seconds without a packet from the host of the store, whose kernel answers, after which it is taken for lost; torchrun
 # waits as long for a heartbeat. Of other nodes, silence proves nothing: an extension may hold the GIL as long.
@@ -110,7 +111,8 @@ class Watcher(Resource):
         self._lost: dict[int, dict[str, Any]] = {}
         self._final: dict[str, Any] | None = None
         self._local: dict[int, Snapshot] = {}  # what the records of this node said in the last round
-        self._obeyed_at = self._end_at = self._gone_since = math.inf
+        self._obeyed_at = self._end_at = self._gone_since = self._incomplete_since = math.inf
+        self._completed: list[Any] | None = None  # group, number, and place of a call that differs
         self._has_told, self._has_verdict, self._has_raised = Event(), Event(), Event()
         self._failed_level = logging.WARNING
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
@@ -207,6 +209,8 @@ class Watcher(Resource):
         began = time.monotonic()
         while self._thread.is_alive() and not self._has_verdict.wait(URGENT):
             limit = PATIENCE if self.board.is_lost else _LEARNING + 2 * ANSWER * has_others
+            if self._incomplete_since < math.inf:
+                limit += PLACES
             if time.monotonic() > began + limit:
                 if has_others and self.board.is_lost:
                     annotate(error, "the process that serves the store of the job has ended")
@@ -303,7 +307,7 @@ class Watcher(Resource):
         is_urgent = any(told) or bool(self._lost)
         status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
         status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
-        status |= {"final": self._final, "shared": self._sharing.own}
+        status |= {"final": self._final, "completed": self._completed, "shared": self._sharing.own}
         self._write(status)
         local = {} if self._node is None else self._node.read(is_urgent=bool(self._lost))
         if self._rank not in local:  # it has no record
@@ -319,8 +323,10 @@ class Watcher(Resource):
             return
         ranks = self._known_ranks(local, now) if self._final is None else None
         found = None if ranks is None else verdicts.verdict(ranks.values(), now)
-        if found is not None and (found.kind != "failed" or self._is_fresh(local, now)):
-            self._give_verdict(found)
+        if found is not None:
+            is_ready = self._is_fresh(local, now) if found.kind == "failed" else self._is_complete(found, local, now)
+            if is_ready:
+                self._give_verdict(found)
         if self._final is not None and status["final"] is None:
             self._write(status | {"final": self._final})  # the store may end with the next process
         self._obey(now)
@@ -382,6 +388,18 @@ class Watcher(Resource):
         alive = (one for one in local.values() if not verdicts.has_ended(one))
         reported = min((one.status.get("time", now) for one in alive), default=now)
         return not gone or reported > self._gone_since or now - self._gone_since > _ABLE
+
+    def _is_complete(self, found: verdicts.Verdict, local: dict[int, Snapshot], now: float) -> bool:
+        """Return whether the line of each call is known, as far as its rank, which judges too, can look it up."""
+        unknown = [call for call in found.unknown if not verdicts.has_ended(local.get(call[0], local[self._rank]))]
+        if not unknown or len(local) < self._size:
+            return True
+        self._incomplete_since = min(self._incomplete_since, now)
+        for rank, group, sequence in unknown:
+            if rank == self._rank and self._completed is None:
+                self._completed = [group, sequence, named(self._trace.stack_of(group, sequence))]
+                self._wake.set()
+        return now - self._incomplete_since > PLACES
 
     def _give_verdict(self, verdict: verdicts.Verdict) -> None:
         final = {"kind": verdict.kind, "text": verdict.text, "traceback": ""}
