@@ -154,8 +154,8 @@ def _different(ranks: Ranks) -> Verdict | None:
     rows, unknown = {}, []
     for rank, sent in calls[group, sequence].items():
         one, (operation, value, _) = ranks[rank], sent[0]
-        stack, (*key, place) = one.status.get("stack", ()), one.status.get("completed") or ("", 0, {})
-        is_looked_up = key == [group, sequence]
+        stack, completed = one.status.get("stack", ()), one.status.get("completed") or ["", 0, {}]
+        is_looked_up, place = completed[:2] == [group, sequence], completed[2]
         if wait := waits.get((rank, group, sequence)):
             what, line = wait.what, wait.place
         elif is_looked_up and place["line"]:
