@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -30,6 +31,7 @@ from camshaft.text import spans
 DEBUG = "debug "  # before the names of the groups of calls that debug mode compares
 _MOST = 64  # calls that are kept
 _MOST_GROUPS = 32
+_MOST_FRAMES = 30  # of a stack
 _SHARE = 10.0  # times the duration of one reading, at least, until the next one
 # alike on all ranks; gloo also demands it of all_gather
 _SIZED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -108,7 +110,7 @@ class Calls:
             self.members[group] = spans(ranks)
         number = self.counts[group] = self.counts.get(group, 0) + 1
         layout = str(tensors[0].dtype) if tensors else "", [list(one.shape) for one in tensors]
-        call = [group, number, operation, *layout, time.monotonic(), False, threading.get_ident()]
+        call = [group, number, operation, *layout, time.monotonic(), False, threading.get_ident(), _stack()]
         self._recent.append(call)
         return call
 
@@ -121,9 +123,19 @@ class Calls:
 
     def read(self) -> Iterator[Call]:
         """Yield the calls, oldest first."""
-        for group, number, operation, dtype, shapes, began, is_done, thread in tuple(self._recent):
+        for group, number, operation, dtype, shapes, began, is_done, thread, _ in tuple(self._recent):
             layout = _layout(operation, dtype, shapes, self._library)
             yield Call(group, number, operation, *layout, began, is_done, thread, self._library)
+
+
+def _stack() -> list[tuple[CodeType, int]]:
+    """Return code and line of the frames of this thread, without the frames, which would keep objects alive."""
+    frame: FrameType | None = sys._getframe(2)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found
 
 
 class Trace:
@@ -202,7 +214,9 @@ class Trace:
         return self._found
 
     def stack_of(self, group: str, sequence: int) -> list[str]:
-        """Return the stack in which a call was sent, innermost first, if torch knows; the first time takes seconds."""
+        """Return the stack in which a call was sent, innermost first; the first time, torch takes seconds for it."""
+        for call in (call for calls in self.own for call in tuple(calls._recent) if call[:2] == [group, sequence]):
+            return [f"{code.co_filename}:{line} in {code.co_name}" for code, line in call[-1]]
         name = next((name for name, key, *_ in self._groups() if key == group.partition(" ")[0]), None)
         found = pickle.loads(c10d._dump_fr_trace(True, True, False)) if name is not None and RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
         for entry in reversed(found.get("entries", ())):
