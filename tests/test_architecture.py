@@ -47,6 +47,11 @@ def inside(*names: str) -> tuple[str, ...]:
 CONTRACT = (*inside("backends.contract", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
 VALUES, FAILURES, WAITING = inside("collectives.values"), inside("failures", "failures.*"), inside("failures.waiting")
+# others tell the rest of it what they call and where they wait, and ask `failures` itself
+BEHIND_FAILURES = tuple(
+    f"camshaft.distributed.failures.{name}"
+    for name in ("board", "once", "record", "reports", "status", "verdicts", "watcher")
+)
 COLLECTIVES, AGREEMENT, MODELS = (inside(name, f"{name}.*") for name in ("collectives", "agreement", "models"))
 JOB = inside("job", "ranks")
 PUBLIC = ("camshaft.distributed", *inside("auto", "comp_models", "data", "launcher", "utils", "__main__"))
@@ -67,15 +72,19 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (
         inside("job"),
         (*inside("cores", "environments", "backends.registry", "backends.serial"), *FAILURES, *CONTRACT),
-        (),
+        BEHIND_FAILURES,
     ),
-    (inside("collectives.call"), (*FAILURES, *VALUES, *CONTRACT), ()),
+    (inside("collectives.call"), (*FAILURES, *VALUES, *CONTRACT), BEHIND_FAILURES),
     (inside("ranks"), (*inside("collectives.call", "job"), *WAITING, *CONTRACT), ()),
     (COLLECTIVES, (*COLLECTIVES, *inside("job"), *VALUES, *WAITING, *CONTRACT), ()),
-    (AGREEMENT, (*AGREEMENT, *COLLECTIVES, *JOB, *FAILURES, *CONTRACT), ()),
-    (MODELS, (*MODELS, *COLLECTIVES, *JOB, *FAILURES, *ENVIRONMENTS, *CONTRACT), ()),
-    (LAUNCH, (*LAUNCH, *JOB, *FAILURES, *ENVIRONMENTS, *inside("cores", "backends.registry"), *CONTRACT), ()),
-    (PUBLIC, (*DISTRIBUTED, *DATA, *LEAVES), ()),
+    (AGREEMENT, (*AGREEMENT, *COLLECTIVES, *JOB, *FAILURES, *CONTRACT), BEHIND_FAILURES),
+    (MODELS, (*MODELS, *COLLECTIVES, *JOB, *FAILURES, *ENVIRONMENTS, *CONTRACT), BEHIND_FAILURES),
+    (
+        LAUNCH,
+        (*LAUNCH, *JOB, *FAILURES, *ENVIRONMENTS, *inside("cores", "backends.registry"), *CONTRACT),
+        BEHIND_FAILURES,
+    ),
+    (PUBLIC, (*DISTRIBUTED, *DATA, *LEAVES), BEHIND_FAILURES),
 )
 
 # modules, what they may import of camshaft, and exceptions from that; the first match applies
@@ -88,8 +97,8 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (ENGINE, (*ENGINE, *LEAVES), ABOVE_THE_CORE),
     *IN_DISTRIBUTED,
     (DATA, (*DATA, *AGREEMENT, *JOB, *CONTRACT), ()),
-    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH, *MODELS, *AGREEMENT)),
-    (HANDLERS, (*HANDLERS, *ENGINE, *DATA, *DISTRIBUTED, *LEAVES), ()),
+    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH, *MODELS, *AGREEMENT, *BEHIND_FAILURES)),
+    (HANDLERS, (*HANDLERS, *ENGINE, *DATA, *DISTRIBUTED, *LEAVES), BEHIND_FAILURES),
     (("camshaft.checkpoint",), (*HANDLERS, *LEAVES), ()),
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )

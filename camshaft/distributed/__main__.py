@@ -29,8 +29,7 @@ from camshaft.distributed.backends.contract import accelerator
 from camshaft.distributed.backends.registry import choose, known_backends, lack_of
 from camshaft.distributed.collectives.api import all_reduce, gather
 from camshaft.distributed.environments import detect
-from camshaft.distributed.failures import Snapshot
-from camshaft.distributed.failures.status import user_line
+from camshaft.distributed.failures import Snapshot, user_line
 from camshaft.distributed.job import current, finalize, initialize
 from camshaft.distributed.topology import Topology
 from camshaft.text import BOLD, GREEN, RED, Look, counted, table

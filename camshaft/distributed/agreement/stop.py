@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from camshaft.distributed.collectives.api import all_reduce
-from camshaft.distributed.failures import watch
-from camshaft.distributed.failures.board import Board
+from camshaft.distributed.failures import Board, watch
 from camshaft.distributed.failures.waiting import EACH, PAUSE
 from camshaft.distributed.job import current
 

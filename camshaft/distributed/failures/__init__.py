@@ -8,10 +8,23 @@ from collections.abc import Iterable
 
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.failures import verdicts
+from camshaft.distributed.failures.board import Board
 from camshaft.distributed.failures.record import Record, Snapshot, find, read
+from camshaft.distributed.failures.status import user_line
 from camshaft.distributed.failures.watcher import OUR_OWN, Watcher
 
-__all__ = ["OUR_OWN", "Snapshot", "Watcher", "explain_end", "inspect", "publish", "translate", "watch"]
+__all__ = [
+    "OUR_OWN",
+    "Board",
+    "Snapshot",
+    "Watcher",
+    "explain_end",
+    "inspect",
+    "publish",
+    "translate",
+    "user_line",
+    "watch",
+]
 
 logger = logging.getLogger("camshaft.distributed")
 
