@@ -69,6 +69,7 @@ _IN_TORCH = (
     os.path.join("nn", "parallel", "distributed.py"),
     os.path.join("autograd", "graph.py"),
 )
+
 Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
 """Runs on the watcher's thread; gets the values of the ranks, and returns that of this rank, to be written as JSON."""
 
@@ -114,7 +115,6 @@ class Watcher(Resource):
         self._obeyed_at = self._end_at = self._gone_since = self._incomplete_since = math.inf
         self._completed: list[Any] | None = None  # group, number, and place of a call that differs
         self._has_told, self._has_verdict, self._has_raised = Event(), Event(), Event()
-        self._failed_level = logging.WARNING
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
 
     def start(self) -> None:
@@ -290,29 +290,24 @@ class Watcher(Resource):
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        level = logging.WARNING
         while not self._is_closed:
             try:
                 self.look(time.monotonic())
             except Exception:  # the job must not end because nobody watches it
                 if self._is_closed:
                     break
-                level, self._failed_level = self._failed_level, logging.DEBUG  # log it once
                 logger.log(level, "the watcher of rank %d could not look", self._rank, exc_info=True)
+                level = logging.DEBUG  # log it once
             self._wake.wait(URGENT if self._lost or self._gone_since < math.inf else PERIOD)
             self._wake.clear()
 
     def look(self, now: float) -> None:
         """Write the status of this rank, read what is new, and judge: one round."""
         told = self._left, self._failure
-        is_urgent = any(told) or bool(self._lost)
-        status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
-        status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
-        status |= {"final": self._final, "completed": self._completed, "shared": self._sharing.own}
+        status = self._status(told, now)
         self._write(status)
-        local = {} if self._node is None else self._node.read(is_urgent=bool(self._lost))
-        if self._rank not in local:  # it has no record
-            local[self._rank] = Snapshot(Path(), "", self._rank, self._size, os.getpid(), True, "", status)
-        self._local = local
+        local = self._local = self._read(status)
         self._nodes.answer(local, now)
         if told == (self._left, self._failure):  # else, it has left or failed in this round
             self._has_told.set()
@@ -322,16 +317,35 @@ class Watcher(Resource):
         if told[0] is not None:
             return
         ranks = self._known_ranks(local, now) if self._final is None else None
-        found = None if ranks is None else verdicts.verdict(ranks.values(), now)
-        if found is not None:
-            is_ready = self._is_fresh(local, now) if found.kind == "failed" else self._is_complete(found, local, now)
-            if is_ready:
-                self._give_verdict(found)
+        if ranks is not None:
+            self._judge(ranks, local, now)
         if self._final is not None and status["final"] is None:
             self._write(status | {"final": self._final})  # the store may end with the next process
         self._obey(now)
         self._hangs.report(ranks, local, now)
         self._sharing.exchange(local, now)
+
+    def _status(self, told: tuple[Any, Any], now: float) -> dict[str, Any]:
+        """Return what this rank does, with the last calls if others want to know them."""
+        is_urgent = any(told) or bool(self._lost)
+        status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
+        status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
+        return status | {"final": self._final, "completed": self._completed, "shared": self._sharing.own}
+
+    def _read(self, status: dict[str, Any]) -> dict[int, Snapshot]:
+        """Return what the ranks of this node do; this one also without a record."""
+        local = {} if self._node is None else self._node.read(is_urgent=bool(self._lost))
+        own = Snapshot(Path(), "", self._rank, self._size, os.getpid(), True, "", status)
+        return {self._rank: own, **local}
+
+    def _judge(self, ranks: Ranks, local: dict[int, Snapshot], now: float) -> None:
+        """End the job if it certainly cannot proceed, once what belongs to the text of the verdict is known."""
+        found = verdicts.verdict(ranks.values(), now)
+        if found is None:
+            return
+        is_ready = self._is_fresh(local, now) if found.kind == "failed" else self._is_complete(found, local, now)
+        if is_ready:
+            self._give_verdict(found)
 
     def _write(self, status: dict[str, Any]) -> None:
         if self._record is not None:
