@@ -124,7 +124,8 @@ FAULTS = {
         Fault("uneven", "uneven iterators", BOTH, "uneven"),
         Fault("terminate", "`terminate()` on one rank", STOPPED, "terminate"),
         Fault("swallowed", "exception swallowed on one rank", (*STOPPED, "ValueError: the fault"), "step"),
-        Fault("lost-node", "lost node", (r"RankFailedError: rank {rank}\b",), launchers=("hosts",)),
+        # only an operation that has failed proves that a node is lost which does not serve the store
+        Fault("lost-node", "lost node", (r"RankFailedError: rank {rank}\b",), timeout=20, launchers=("hosts",)),
         Fault(
             "never-arrives",
             "rank that does not arrive at `initialize`",
