@@ -80,6 +80,6 @@ class CountingStore:
         self.requests = Counter[str]()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("timeout", "num_keys"):
+        if name not in ("timeout", "num_keys", "has_extended_api"):
             self.requests[name] += 1
         return getattr(self._store, name)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from camshaft.distributed.failures import board as module
 from camshaft.distributed.failures.board import Board
 from camshaft.distributed.failures.watcher import Watcher
-from tests.distributed.failures.stand_in import StoreOnly, snapshot, waiting
+from tests.distributed.failures.stand_in import CountingStore, StoreOnly, snapshot, waiting
 from tests.guards import outlasting
 from tests.limits import HANG
 
@@ -26,45 +24,6 @@ KEYS = 6  # of a board without news
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD", 0.02)
-
-
-class Counted(dist.Store):
-    """A store in memory that counts its requests, by the rank that is looking."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data: dict[str, bytes] = {}
-        self.requests: Counter[str] = Counter()
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def set(self, key: str, value: Any) -> None:
-        self.requests["set"] += 1
-        self.data[key] = value if isinstance(value, bytes) else value.encode()
-
-    def get(self, key: str) -> bytes:
-        self.requests["get"] += 1
-        return self.data[key]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.requests["multi_get"] += 1
-        return [self.data[key] for key in keys]
-
-    def check(self, keys: list[str]) -> bool:
-        self.requests["check"] += 1
-        return all(key in self.data for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        self.requests["add"] += 1
-        self.data[key] = str(number := int(self.data.get(key, b"0")) + amount).encode()
-        return number
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        self.requests["compare_set"] += 1
-        if self.data.get(key, b"").decode() == expected:
-            self.data[key] = value.encode()
-        return self.data[key]
 
 
 def connected(store: Any, rank: int = 0, size: int = SIZE) -> Board:
@@ -99,7 +58,7 @@ def test_a_topic_reaches_every_rank_then_or_later(board_at: Any) -> None:
 
 @pytest.mark.parametrize("is_lost_before", [False, True])
 def test_nobody_waits_for_a_task_that_a_lost_store_prevents(is_lost_before: bool) -> None:
-    board = connected(Counted())
+    board = connected(CountingStore())
     board.is_lost = is_lost_before
     done = board.submit(lambda store: store.set("key", "value"))
     board.is_lost = True
@@ -135,42 +94,31 @@ def test_all_callbacks_are_called_once_the_store_is_lost(board_at: Any) -> None:
     assert called.wait(HANG)
 
 
-def test_each_process_sends_one_request_per_second() -> None:
-    store = Counted()
-    boards = [connected(store, rank) for rank in range(0, SIZE, 64)]
-    for _ in range(5):
-        store.requests.clear()
-        for board in boards:
-            board.look()
-        assert store.requests == {"multi_get": len(boards)}
-
-
-def test_if_all_ranks_fail_at_once_each_sends_one_request_and_all_agree_on_the_first() -> None:
-    store = Counted()
+@pytest.mark.parametrize(
+    ("what", "most", "num_new_keys"),
+    [
+        (lambda rank, board: None, SIZE, 0),
+        (lambda rank, board: board.decide({"text": f"rank {rank} failed"}), 3 * SIZE, 1),  # how many ranks know it
+        (lambda rank, board: board.announce("stop"), 3 * SIZE, 1),
+    ],
+    ids=["a second", "all fail", "all announce a topic"],
+)
+def test_each_of_1024_ranks_sends_few_requests(what: Any, most: int, num_new_keys: int) -> None:
+    store = CountingStore()
     boards = [connected(store, rank) for rank in range(SIZE)]
     store.requests.clear()
     for rank, board in enumerate(boards):
-        board.decide({"kind": "failed", "text": f"rank {rank} failed", "traceback": ""})
-        board._work()
-    assert store.requests == {"compare_set": SIZE, "add": SIZE}
-    assert {(board.final or {})["text"] for board in boards} == {"rank 0 failed"}
-    assert len(store.data) == KEYS + 1  # the number of ranks that know it
-
-
-def test_if_all_ranks_announce_the_same_at_once_each_sends_a_few_requests() -> None:
-    store = Counted()
-    boards = [connected(store, rank) for rank in range(SIZE)]
-    store.requests.clear()
-    for board in boards:
-        board.announce("stop")
-        board._work()
-    assert store.requests.total() <= 2 * SIZE
-    assert len(store.data) == KEYS + 1
+        what(rank, board)
+        board.look()
+    assert store.requests.total() <= most
+    assert store.num_keys() == KEYS + num_new_keys
+    assert all(board.final in (None, {"text": "rank 0 failed"}) for board in boards)
+    assert len({str(board.final) for board in boards}) == 1
 
 
 def test_questions_and_answers_leave_one_key_per_rank() -> None:
     """All ranks answer one that waits; questions and answers replace earlier ones."""
-    store, nodes = Counted(), []
+    store, nodes = CountingStore(), []
     for rank in range(SIZE):
         watcher = Watcher(StoreOnly(store, rank, SIZE, LOCAL), None)
         watcher.board = watcher._nodes._board = connected(store, rank)
@@ -190,11 +138,11 @@ def test_questions_and_answers_leave_one_key_per_rank() -> None:
                 watcher._nodes.answer(ranks, now)
                 watcher.board.look()
         assert len(found) == SIZE
-        num_keys.add(len(store.data))
+        num_keys.add(store.num_keys())
         assert store.requests.total() <= len(nodes) * (3 * (now - began) + 3) + 20
         now += 60
     assert num_keys == {KEYS + 1 + SIZE}  # the number of places, and a place for each rank
-    assert len(store.data["answer/2"]) < 2_000
+    assert len(store.get("answer/2")) < 2_000
 
 
 def test_a_host_that_does_not_answer_is_asked_again() -> None:
@@ -235,12 +183,17 @@ def test_the_end_of_the_process_that_serves_the_store_is_noticed_without_a_reque
     connection.close()
 
 
-def test_what_a_board_writes_is_json() -> None:
-    store = Counted()
-    board = connected(store)
-    board.write_place("shared", [[0, {"a": 1.5}]])
-    received = list[Any]()
-    board.read_places("shared", received.extend)
-    board.look()
-    assert received == [[[0, {"a": 1.5}]]]
-    assert json.loads(store.data["shared/1"]) == [[0, {"a": 1.5}]]
+def test_rank_0_compares_the_values_of_all_nodes() -> None:
+    store, seen = CountingStore(), list[dict[int, float]]()
+    watchers = [Watcher(StoreOnly(store, rank, 3, 1), None) for rank in range(3)]
+    for rank, watcher in enumerate(watchers):
+        watcher._sharing._board = connected(store, rank, 3)
+        watcher.share("times", lambda values, rank=rank: (seen.append(values) if rank == 0 else None, 0.5 + rank)[1])
+    for now in (0, 1, 20, 40, 41):
+        for rank, watcher in enumerate(watchers):
+            watcher._sharing.exchange({rank: snapshot(rank, 3, shared=watcher._sharing.own)}, now)
+            watcher._sharing._board.look()
+    assert seen[0] == {}
+    assert seen[-1] == {0: 0.5, 1: 1.5, 2: 2.5}
+    watchers[0].unshare("times")
+    assert watchers[0]._sharing.exchanges == {}

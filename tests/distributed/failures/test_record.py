@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,8 +22,8 @@ from hypothesis import strategies as st
 
 from camshaft.distributed.failures import record as module
 from camshaft.distributed.failures.record import LEFT_BY_EXEC, LEFT_BY_EXIT, Node, Record, Snapshot, find, read
-from tests.limits import HANG
-from tests.ranks import run_on_ranks
+from tests.guards import outlasting
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def record(tmp_path: Path) -> Iterator[Record]:
     record.close()
 
 
-def snapshot(record: Record) -> Snapshot:
-    found = read(record.path)
+def snapshot(path: Path) -> Snapshot:
+    found = read(path)
     assert found is not None
     return found
 
@@ -43,36 +42,13 @@ def snapshot(record: Record) -> Snapshot:
 # --- the status and the header ---------------------------------------------------------------------------------
 
 
-def test_the_header_says_who_writes_it(record: Record) -> None:
-    found = snapshot(record)
-    assert (found.job, found.rank, found.world_size, found.pid) == ("", 1, 2, os.getpid())
-    assert (found.host, found.status) == (socket.gethostname(), {})
-    assert found.is_alive
+def test_a_record_says_who_writes_it_and_what_was_written_last(record: Record) -> None:
+    expected = Snapshot(record.path, "", 1, 2, os.getpid(), True, socket.gethostname(), {}, record._facts["start"])
+    assert snapshot(record.path) == expected
     record.job = "job 3"
-    assert snapshot(record).job == record.job == "job 3"
-
-
-def test_the_status_is_what_was_written_last(record: Record) -> None:
     for status in ({"time": 1.5, "engines": [{"epoch": 2}], "left": None}, {"text": 'ä "quoted"\n'}, {}):
         record.write_status(status)
-        assert snapshot(record).status == status
-
-
-@pytest.mark.parametrize(
-    "status",
-    [
-        {"time": 1, "text": "x" * 100_000},
-        {"time": 1, "texts": [{"text": "ä" * 5000} for _ in range(30)], "short": "all of it"},
-        {"time": 1, **{str(number): "x" for number in range(50_000)}},
-    ],
-    ids=["a long text", "many long texts", "many names"],
-)
-def test_a_status_that_is_too_long_lacks_its_largest_items(record: Record, status: dict[str, Any]) -> None:
-    record.write_status(status)
-    found = snapshot(record).status
-    assert found["time"] == 1
-    assert found.get("short") == status.get("short")
-    assert len(json.dumps(found)) <= 48 * 1024
+        assert snapshot(record.path) == replace(expected, job="job 3", status=status)
 
 
 class Odd:
@@ -80,14 +56,30 @@ class Odd:
         raise ZeroDivisionError
 
 
-def test_a_status_that_json_cannot_represent_raises_nothing(record: Record) -> None:
-    circular: dict[str, Any] = {}
-    circular["itself"] = circular
-    record.write_status({"time": 1, "object": Path("path"), (1, 2): 3})  # type: ignore[dict-item]
-    assert snapshot(record).status == {"time": 1, "object": repr(Path("path"))}
-    for odd in (circular, {"odd": Odd()}):
-        record.write_status(odd)
-        assert snapshot(record).status["time"] == 1
+CIRCULAR: dict[str, Any] = {"time": 2}
+CIRCULAR["itself"] = CIRCULAR
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({"time": 1, "text": "x" * 100_000}, {"time": 1}),
+        ({"time": 1, "texts": ["ä" * 5000] * 30, "short": "all of it"}, {"time": 1, "short": "all of it"}),
+        ({"time": 1, "object": Path("path"), (1, 2): 3}, {"time": 1, "object": repr(Path("path"))}),
+        (CIRCULAR, {"time": 0}),  # what was written before
+        ({"time": 1, "odd": Odd()}, {"time": 0}),
+    ],
+    ids=["a long text", "many long texts", "objects", "circular", "raises"],
+)
+def test_what_does_not_fit_or_cannot_be_written_is_left_out(record: Record, status: Any, expected: Any) -> None:
+    record.write_status({"time": 0})
+    record.write_status(status)
+    assert snapshot(record.path).status == expected
+
+
+def test_of_many_items_as_many_are_kept_as_fit(record: Record) -> None:
+    record.write_status({str(number): "x" for number in range(50_000)})
+    assert 40 * 1024 < len(json.dumps(snapshot(record.path).status)) <= 48 * 1024
 
 
 # --- processes -------------------------------------------------------------------------------------------------
@@ -110,62 +102,48 @@ def child_of(work: Callable[[], object]) -> int:
     return pid
 
 
-def killed_ranks(folder: Path) -> None:
-    for kill in (signal.SIGKILL, signal.SIGABRT):
-        survivors = []
-
-        def work() -> None:
-            record = Record(0, 2, folder)
-            record.write_status({"stack": ["train.py:3 in step"]})
-            survivor = child_of(lambda: None)  # as a worker of a loader that outlives its rank
-            (folder / "survivor").write_text(str(survivor))
-
-        pid = child_of(work)
-        survivors.append(int((folder / "survivor").read_text()))
-        (path,) = find(folder=folder)
-        before = read(path)
-        os.kill(pid, kill)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
-        after = read(path)
-        assert before is not None
-        assert before.is_alive
-        assert after == replace(before, is_alive=False)
-        assert after.pid == pid
-        assert after.status == {"stack": ["train.py:3 in step"]}
-        os.kill(survivors[0], signal.SIGKILL)
-        os.waitpid(pid, 0)
-        path.unlink()
-
-
-def test_the_record_of_a_killed_process_tells_what_it_did_and_that_it_is_dead(tmp_path: Path) -> None:
-    run_on_ranks(1, killed_ranks, tmp_path)
-
-
-def seen_by_others(folder: Path) -> None:
-    record = Record(0, 1, folder)
-    record.write_status({"time": 1})
-    other = folder / ".." / folder.name / record.path.name
-    found = [read(record.path), read(other)]  # closing the file after that would release the lock
-    assert [one is not None and one.is_alive for one in found] == [True, True]
-    Record(0, 1, folder).close()  # looks for old ones
-    lock = Path(folder, "alive")
-    pid = child_of(lambda: lock.write_text(str([one.is_alive for path in find(folder=folder) if (one := read(path))])))
-    assert lock.read_text() == "[True]"
+def end(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    record.close(keep=True)
-    kept = read(record.path)
-    assert kept is not None
-    assert not kept.is_alive
-    assert kept.status == {"time": 1}
 
 
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGABRT])
+@on_ranks(1)
+def test_the_record_of_a_killed_process_tells_what_it_did_and_that_it_is_dead(tmp_path: Path, kill: int) -> None:
+    def work() -> None:
+        Record(0, 2, tmp_path).write_status({"stack": ["train.py:3 in step"]})
+        survivor = child_of(lambda: None)  # as a worker of a loader that outlives its rank
+        (tmp_path / "survivor").write_text(str(survivor))
+
+    pid = child_of(work)
+    (path,) = find(tmp_path)
+    before = snapshot(path)
+    assert (before.pid, before.is_alive, before.status) == (pid, True, {"stack": ["train.py:3 in step"]})
+    os.kill(pid, kill)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+    assert read(path) == replace(before, is_alive=False)
+    os.kill(int((tmp_path / "survivor").read_text()), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@on_ranks(1)
 def test_reading_its_own_record_does_not_make_a_process_look_dead(tmp_path: Path) -> None:
-    run_on_ranks(1, seen_by_others, tmp_path)
+    record = Record(0, 1, tmp_path)
+    record.write_status({"time": 1})
+    other = tmp_path / ".." / tmp_path.name / record.path.name
+    assert snapshot(record.path).is_alive  # closing the file after that would release the lock
+    assert snapshot(other).is_alive
+    Record(0, 1, tmp_path).close()  # looks for old ones
+    seen = tmp_path / "seen"
+    end(child_of(lambda: seen.write_text(str([snapshot(path).is_alive for path in find(tmp_path)]))))
+    assert seen.read_text() == "[True]"
+    record.close(keep=True)
+    assert (snapshot(record.path).is_alive, snapshot(record.path).status) == (False, {"time": 1})
 
 
-def forked(folder: Path) -> None:
-    record = Record(0, 2, folder)
+@on_ranks(1)
+def test_a_forked_child_leaves_the_record_of_its_parent_alone(tmp_path: Path) -> None:
+    record = Record(0, 2, tmp_path)
     record.write_status({"of": "the parent"})
     before = record.path.read_bytes()[module._STATUS :]
 
@@ -173,55 +151,74 @@ def forked(folder: Path) -> None:
         record.write_status({"of": "the child"})
         record.job = "of the child"
         record.close()
-        Record(0, 1, folder).close()
+        Record(0, 1, tmp_path).close()
 
     with record._lock:  # as if another thread of the parent held it
-        pid = child_of(work)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+        end(child_of(work))
     assert record.path.read_bytes()[module._STATUS :] == before
     record.close()
     assert not record.path.exists()
 
 
-def test_a_forked_child_leaves_the_record_of_its_parent_alone(tmp_path: Path) -> None:
-    run_on_ranks(1, forked, tmp_path)
-
-
 WRITER = """
-import sys
+import itertools, sys
 from pathlib import Path
 from camshaft.distributed.failures.record import Record
 record = Record(0, 2, Path(sys.argv[1]))
-number = 0
-while True:
-    number += 1
-    text = str(number) * (number % 50)
-    record.write_status({"first": number, "text": text, "last": number})
+for number in itertools.count(1):
+    record.write_status({"first": number, "text": str(number) * (number % 50), "last": number})
 """
 
 
 def test_a_record_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + HANG
-        while not (paths := find(folder=tmp_path)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        seen, num_reads = set(), 0
-        while num_reads < 400 or (len(seen) <= 5 and time.monotonic() < deadline):
+    seen, num_reads = set[int](), 0
+
+    def look() -> bool:
+        nonlocal num_reads
+        for path in 20 * find(tmp_path):
             num_reads += 1
-            found = read(paths[0])
-            assert found is not None
-            assert found.is_alive
-            status = found.status
-            if status:
+            if status := snapshot(path).status:
                 assert status["last"] == status["first"]
                 assert status["text"] == str(status["first"]) * (status["first"] % 50)
                 seen.add(status["first"])
-        assert len(seen) > 5
+        return num_reads < 400 or len(seen) <= 5
+
+    try:
+        assert not outlasting(look)
     finally:
         writer.kill()
         writer.wait()
+
+
+@on_ranks(1)
+def test_how_a_process_ended_is_read_where_the_system_tells(tmp_path: Path) -> None:
+    """That is, before the parent of the process has asked."""
+    record = Record(0, 2, tmp_path)
+    record.job = "job"
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ways: tuple[tuple[dict[str, str], Callable[[], object]], ...] = (
+        ({"left": LEFT_BY_EXIT}, lambda: os._exit(0)),
+        ({"killed": "exit code 3"}, lambda: os._exit(3)),
+        ({"killed": "SIGKILL"}, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        ({"left": LEFT_BY_EXEC}, lambda: os.execv(sys.executable, program)),
+    )
+    for expected, way in ways:
+
+        def work(way: Callable[[], object] = way) -> None:
+            Record(1, 2, tmp_path).job = "job"
+            signal.signal(signal.SIGUSR1, lambda *_: way())
+
+        node = Node(record, 2, tmp_path)
+        pid = child_of(work)
+        assert node.read(is_urgent=True)[1].is_alive
+        os.kill(pid, signal.SIGUSR1)
+        while (one := node.read(is_urgent=True)[1]).is_alive or not one.status:
+            time.sleep(0.01)  # it ends, or the new program starts
+        assert one.status == expected
+        end(pid)
+        one.path.unlink()
+    record.close()
 
 
 # --- files -----------------------------------------------------------------------------------------------------
@@ -229,15 +226,13 @@ def test_a_record_can_be_read_while_it_is_written(tmp_path: Path) -> None:
 
 def test_a_record_is_private_and_removed_when_it_is_closed(record: Record, tmp_path: Path) -> None:
     assert record.path.stat().st_mode & 0o777 == 0o600
-    assert list(tmp_path.iterdir()) == find(folder=tmp_path) == [record.path]
-    for _ in range(2):
-        record.close()
+    assert list(tmp_path.iterdir()) == find(tmp_path) == [record.path]
+    for keep in (False, False, True):
+        record.close(keep)
+        record.write_status({"time": 1})
+        record.job = "too late"
         assert list(tmp_path.iterdir()) == []
     assert read(record.path) is None
-    record.write_status({"time": 1})
-    record.job = "too late"
-    record.close(keep=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_by_default_records_are_in_memory_or_the_temporary_folder(tmp_path: Path, monkeypatch: Any) -> None:
@@ -250,27 +245,21 @@ def test_by_default_records_are_in_memory_or_the_temporary_folder(tmp_path: Path
     second = Record(0, 1)
     assert (first.path.parent, second.path.parent) == (temporary, memory)
     assert set(find()) == {first.path, second.path}
+    monkeypatch.setattr(module, "default_folders", lambda: [tmp_path / "gone", temporary])
+    assert find() == [first.path]
     for one in (first, second):
         one.close()
 
 
-def without_space(folder: Path) -> None:
+@pytest.mark.parametrize("size", [0, 30_000])
+@on_ranks(1)
+def test_without_space_there_is_an_error_and_no_file(tmp_path: Path, size: int) -> None:
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (0, 30_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, allowed[1]))
-        with pytest.raises(OSError, match=r"(File too large|No space left)"):
-            Record(0, 1, folder)
-        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
-        assert list(folder.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_listed_has_no_records(record: Record, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "default_folders", lambda: [tmp_path / "gone", tmp_path])
-    assert find() == [record.path]
-
-
-def test_without_space_there_is_an_error_and_no_file(tmp_path: Path) -> None:
-    run_on_ranks(1, without_space, tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, allowed[1]))
+    with pytest.raises(OSError, match=r"(File too large|No space left)"):
+        Record(0, 1, tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_files_of_stacks_go_with_their_records(tmp_path: Path) -> None:
@@ -281,11 +270,61 @@ def test_the_files_of_stacks_go_with_their_records(tmp_path: Path) -> None:
         path.touch()
     third = Record(2, 3, tmp_path)
     assert [path.exists() for path in (*stacks, lost)] == [True, True, False]
-    first.close()
-    second.close(keep=True)
-    assert list(tmp_path.glob(f"*{module._STACKS}")) == []
-    third.close()
+    for one, keep in ((first, False), (second, True), (third, False)):
+        one.close(keep)
     assert list(tmp_path.iterdir()) == [second.path]
+
+
+def test_old_records_of_processes_that_ended_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
+    records = {name: Record(0, 1, tmp_path) for name in ("running", "old", "new", "newest")}
+    other = tmp_path / "camshaft-1-2.record"
+    other.write_bytes(b"something else")
+    for name, hours in {"running": 25, "old": 25, "new": 1, "newest": 0}.items():
+        if name != "running":
+            records[name].close(keep=True)
+        os.utime(records[name].path, (time.time() - 3600 * hours,) * 2)
+    os.utime(other, (0, 0))
+    for most, kept in ((module._MAX_DEAD, ("running", "new", "newest")), (2, ("running", "newest"))):
+        monkeypatch.setattr(module, "_MAX_DEAD", most)  # one is that of the new process
+        Record(0, 1, tmp_path).close()
+        assert set(tmp_path.iterdir()) == {records[name].path for name in kept} | {other}
+    records["running"].close()
+
+
+def test_what_is_no_record_of_this_user_is_not_read(record: Record, tmp_path: Path, monkeypatch: Any) -> None:
+    content = record.path.read_bytes()  # opens it, and so releases its lock
+    copy, link, pipe, short, folder = (tmp_path / f"camshaft-{name}.record" for name in "12345")
+    copy.write_bytes(content)
+    link.symlink_to(copy)
+    os.mkfifo(pipe)
+    short.write_bytes(content[:-1])
+    folder.mkdir()
+    for path in (link, pipe, short, folder, tmp_path / "absent", Path("/dev/zero")):
+        assert read(path) is None
+    assert read(copy) is not None
+    monkeypatch.setattr(module.os, "geteuid", lambda: os.getuid() + 1)
+    assert read(copy) is None
+
+
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=80)), max_size=6),
+    start=st.sampled_from([0, module._HEADER, module._STATUS]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+def test_damaged_content_never_raises(tmp_path: Path, changes: list[tuple[float, bytes]], start: int) -> None:
+    record = Record(0, 2, tmp_path)
+    record.write_status({"time": 1.5})
+    record.close(keep=True)
+    content = bytearray(record.path.read_bytes())
+    for place, change in changes:
+        offset = start + int(place * 200)
+        content[offset : offset + len(change)] = change
+    record.path.write_bytes(content)
+    read(record.path)
+    record.path.unlink()
+
+
+# --- crashes ---------------------------------------------------------------------------------------------------
 
 
 DUMP = """Thread 0x00007f0000000001 (most recent call first):
@@ -305,160 +344,41 @@ Thread 0x00007f00000000ef (most recent call first):
 
 Extension modules: torch._C (total: 1)
 """
+BACKWARD = ["/site-packages/torch/autograd/graph.py:979 in _engine_run_backward", "/job/train.py:9 in step"]
 
 
-@pytest.mark.parametrize(
-    ("thread", "stack"),
-    [
-        (None, ["/site-packages/torch/autograd/graph.py:979 in _engine_run_backward", "/job/train.py:9 in step"]),
-        (0x7F00000000CD, ["/lib/threading.py:324 in wait"]),
-    ],
-)
-def test_the_record_of_a_process_that_crashed_has_its_stack(
-    tmp_path: Path, thread: int | None, stack: list[str]
-) -> None:
+@pytest.mark.parametrize(("thread", "stack"), [(None, BACKWARD), (0x7F00000000CD, ["/lib/threading.py:324 in wait"])])
+def test_the_record_of_a_process_that_crashed_has_its_stack(tmp_path: Path, thread: Any, stack: list[str]) -> None:
     record = Record(0, 2, tmp_path)
     record.write_status({"stack": ["/job/train.py:1 in before"], "thread": thread})
     record.path.with_suffix(module._STACKS).write_text(DUMP)
-    assert "crash" not in snapshot(record).status  # while it lives
+    assert "crash" not in snapshot(record.path).status  # while it lives
     record._release()
-    status = snapshot(record).status
-    assert (status["crash"], status["stack"]) == ("Aborted", stack)
+    assert snapshot(record.path).status == {"thread": thread, "crash": "Aborted", "stack": stack}
     module._open_records.discard(record)
 
 
-def test_old_records_of_processes_that_ended_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
-    names = ("running", "old", "new", "newest")
-    records = {name: Record(0, 1, tmp_path) for name in names}
-    for name in names[1:]:
-        records[name].close(keep=True)
-    long_ago, a_while_ago = time.time() - 25 * 3600, time.time() - 3600
-    for name in ("running", "old"):
-        os.utime(records[name].path, (long_ago, long_ago))
-    os.utime(records["new"].path, (a_while_ago, a_while_ago))
-    other = tmp_path / "camshaft-1-2.record"
-    other.write_bytes(b"something else")
-    os.utime(other, (long_ago, long_ago))
-    Record(0, 1, tmp_path).close()
-    assert set(tmp_path.iterdir()) == {records[name].path for name in ("running", "new", "newest")} | {other}
-    monkeypatch.setattr(module, "_MAX_DEAD", 2)  # one is that of the new process
-    Record(0, 1, tmp_path).close()
-    assert set(tmp_path.iterdir()) == {records[name].path for name in ("running", "newest")} | {other}
-    records["running"].close()
-
-
-def test_what_is_no_record_of_this_user_is_not_read(
-    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = record.path.read_bytes()  # opens it, and so releases its lock
-    copy, link, pipe, short, folder = (tmp_path / f"camshaft-{name}.record" for name in "12345")
-    copy.write_bytes(content)
-    link.symlink_to(copy)
-    os.mkfifo(pipe)
-    short.write_bytes(content[:-1])
-    folder.mkdir()
-    for path in (link, pipe, short, folder, tmp_path / "absent", Path("/dev/zero")):
-        assert read(path) is None
-    assert read(copy) is not None
-    monkeypatch.setattr(module.os, "geteuid", lambda: os.getuid() + 1)
-    assert read(copy) is None
-
-
-@given(
-    changes=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=80)), max_size=6),
-    fill=st.none() | st.binary(min_size=1, max_size=4),
-    start=st.sampled_from([0, module._HEADER, module._STATUS]),
-)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-def test_damaged_content_never_raises(
-    tmp_path: Path, changes: list[tuple[float, bytes]], fill: bytes | None, start: int
-) -> None:
-    record = Record(0, 2, tmp_path)
-    record.write_status({"time": 1.5})
-    record.close(keep=True)
-    content = bytearray(record.path.read_bytes())
-    if fill is not None:
-        content[start:] = (fill * len(content))[: len(content) - start]
-    for place, change in changes:
-        offset = min(start + int(place * 200), len(content) - len(change))
-        content[offset : offset + len(change)] = change
-    record.path.write_bytes(content)
-    read(record.path)
-    record.path.unlink()
-
-
-# --- how a process ended ---------------------------------------------------------------------------------------
-
-
-def ends(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the records say of processes that ended in different ways, before their parents ask."""
-    record, found = Record(0, 2, folder), {}
-    record.job = "job"
-    node = Node(record, 2, folder)
-    ways: dict[str, Callable[[], object]] = {
-        "0": lambda: os._exit(0),
-        "3": lambda: os._exit(3),
-        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"]),
-    }
-    for name, end in ways.items():
-
-        def work(end: Callable[[], object] = end) -> None:
-            Record(1, 2, folder).job = "job"
-            signal.signal(signal.SIGUSR1, lambda *_: end())
-
-        pid = child_of(work)
-        assert node.read(is_urgent=True)[1].is_alive
-        os.kill(pid, signal.SIGUSR1)
-        if name != "exec":
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
-        while (one := node.read(is_urgent=True)[1]).is_alive or (name == "exec" and "left" not in one.status):
-            time.sleep(0.01)  # the new program starts
-        found[name] = {key: value for key, value in one.status.items() if key in ("left", "killed")}
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        one.path.unlink()
-        node = Node(record, 2, folder)
-    record.close()
-    return found
-
-
-def test_how_a_process_ended_is_read_where_the_system_tells(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(1, ends, tmp_path)
-    assert found == {
-        "0": {"left": LEFT_BY_EXIT},
-        "3": {"killed": "exit code 3"},
-        "killed": {"killed": "SIGKILL"},
-        "exec": {"left": LEFT_BY_EXEC},
-    }
-
-
+@on_ranks(1)
 def test_the_stack_of_a_crash_in_a_second_job_is_beside_its_own_record(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(1, catching_twice, tmp_path)
-    assert found == "Aborted"
-
-
-def catching_twice(folder: Path) -> str:
     pid = os.fork()
     if pid == 0:
         faulthandler.disable()  # which the ranks of tests enable
         for number in range(2):  # jobs, one after the other
-            record = Record(0, 1, folder)
+            record = Record(0, 1, tmp_path)
             record.catch_crashes()
             if number == 0:
                 record.close()
         os.kill(os.getpid(), signal.SIGABRT)
     os.waitpid(pid, 0)
-    (path,) = find(folder=folder)
-    found = read(path)
-    assert found is not None
-    return str(found.status["crash"])
+    (path,) = find(tmp_path)
+    assert snapshot(path).status["crash"] == "Aborted"
 
 
-def test_a_file_of_stacks_does_not_follow_links(record: Record, tmp_path: Path) -> None:
+def test_a_file_of_stacks_does_not_follow_links(record: Record, tmp_path: Path, monkeypatch: Any) -> None:
     target = tmp_path / "precious"
     target.write_text("content")
     record.path.with_suffix(module._STACKS).symlink_to(target)
-    with mock.patch.object(module.faulthandler, "is_enabled", return_value=False), pytest.raises(FileExistsError):
+    monkeypatch.setattr(module.faulthandler, "is_enabled", lambda: False)
+    with pytest.raises(FileExistsError):
         record.catch_crashes()
     assert target.read_text() == "content"

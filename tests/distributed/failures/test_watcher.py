@@ -53,35 +53,26 @@ def test_the_threads_live_as_long_as_the_job() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("missing", ["descriptors", "flock"])
-def test_the_watcher_works_where_the_system_lacks_something(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(24, "Too many open files")
-
-    if missing == "descriptors":
-        monkeypatch.setattr(record.os, "open", fail)
+@pytest.mark.parametrize("missing", ["open", "fcntl"])
+def test_the_watcher_works_without_descriptors_and_without_locks(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "open":
+        monkeypatch.setattr(record.os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
     else:
         monkeypatch.setattr(record, "fcntl", None)
     backend = StoreOnly(dist.HashStore())
-    watcher = watch(backend)
     try:
-        watcher.board.decide({"kind": "failed", "text": "rank 1 failed", "traceback": ""})
+        watch(backend).board.decide({"kind": "failed", "text": "rank 1 failed", "traceback": ""})
         assert not outlasting(lambda: backend.job.verdict is None)
     finally:
         backend.job.close()
 
 
 def test_an_error_in_a_round_is_logged_once_and_does_not_end_the_thread(caplog: Any) -> None:
-    rounds = []
-
-    def look(watcher: Watcher, now: float) -> None:
-        rounds.append(now)
-        raise ZeroDivisionError
-
-    faster = mock.patch.object(module, "PERIOD", 0.01)
-    with mock.patch.object(Watcher, "look", look), faster, watching(dist.HashStore()) as watcher:
+    look = mock.Mock(side_effect=ZeroDivisionError)
+    fast, broken = mock.patch.object(module, "PERIOD", 0.01), mock.patch.object(Watcher, "look", look)
+    with fast, broken, watching(dist.HashStore()) as watcher:
         watcher._left = "has left"  # without waiting for a round
-        assert not outlasting(lambda: len(rounds) < 3)
+        assert not outlasting(lambda: look.call_count < 3)
     assert [one.levelname for one in caplog.records if "could not look" in one.message][:2] == ["WARNING"]
 
 
@@ -91,16 +82,14 @@ def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch: p
     backend = StoreOnly(dist.HashStore())
     watcher = Watcher(backend, None, agent=os.getppid())  # without a thread
     watcher.look(0.0)
-    assert backend.job.verdict is None
     monkeypatch.setattr(os, "getppid", lambda: -1)  # no process has this id
     with mock.patch.object(watcher.board, "is_watched", return_value=True):
         watcher.look(1.0)  # the ranks are stopping, and may save
     assert backend.job.verdict is None
     watcher.look(2.0)
     assert backend.job.verdict is not None
-    error = backend.job.verdict()
-    assert isinstance(error, RankFailedError)
-    assert re.fullmatch(r"torchrun \(process \d+\), which had started rank 0, was killed", str(error))
+    pattern = r"torchrun \(process \d+\), which had started rank 0, was killed"
+    assert re.fullmatch(pattern, str(backend.job.verdict()))
     watcher.look(30.9)
     assert codes == []
     watcher.look(31.0)
@@ -122,30 +111,22 @@ def test_the_last_rank_of_a_job_removes_the_files_of_those_that_were_killed_afte
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", ["collectives", "an engine"])
 @on_ranks(2)
-def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause() -> None:
-    error = ValueError("no data")
-    idist.all_reduce(1)
+def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause(how: str) -> None:
+    """It is reported once, and an engine ends, too, that calls no collective."""
+    error, texts = ValueError("no data"), logged("camshaft")
+    await_watchers()
     if idist.get_rank() == 1:
         assert own_watcher().fail(error) is error
         return
+    engine = Engine(lambda engine, batch: time.sleep(0.01))
     with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data") as caught:
-        idist.all_reduce(1)
+        idist.all_reduce(1) if how == "collectives" else engine.run(range(3000))
     assert "ValueError: no data" in str(caught.value.__cause__)
+    assert texts == []
     with pytest.raises(RankFailedError, match="rank 1 failed first"):  # and so does every later one
         idist.barrier()
-
-
-@on_ranks(2)
-def test_an_engine_that_calls_no_collective_ends_too() -> None:
-    await_watchers()
-    if idist.get_rank() == 1:
-        own_watcher().fail(ValueError("no data"))
-        return
-    texts, engine = logged("camshaft"), Engine(lambda engine, batch: time.sleep(0.01))
-    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data"):
-        engine.run(range(3000))
-    assert texts == []  # it is reported once, with its traceback
 
 
 @needs_recorder
@@ -161,16 +142,11 @@ def test_a_rank_that_leaves_is_named_by_the_one_that_waits_for_it_also_within_ba
         engine.run(range(3000))
 
 
+@pytest.mark.parametrize("records", sorted({False, trace.RECORDS_GLOO}))
 @on_ranks(2)
-def test_different_collectives_end_both_ranks_with_a_table() -> None:
-    await_watchers()
-    with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
-        idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
-
-
-@on_ranks(2)
-def test_calls_of_camshaft_are_compared_where_torch_does_not_record_them() -> None:
-    with mock.patch.object(trace, "RECORDS_GLOO", False), mock.patch.object(native, "RECORDS_GLOO", False):
+def test_different_collectives_end_both_ranks_with_a_table(records: bool) -> None:
+    """Also where torch does not record them; one that is not sent does not count."""
+    with mock.patch.object(trace, "RECORDS_GLOO", records), mock.patch.object(native, "RECORDS_GLOO", records):
         await_watchers()
         for _ in range(3):
             idist.barrier()
@@ -345,22 +321,15 @@ def be_on_a_node_of_its_own() -> None:
     assert job.current().topology.local_world_size == 1
 
 
-@on_ranks(2)
-def test_ranks_of_different_nodes_learn_of_each_other_through_the_store() -> None:
-    be_on_a_node_of_its_own()
-    with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
-        idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
-
-
-@pytest.mark.parametrize("how", ["failed first: ValueError: no data", "has left the run without an error"])
+@pytest.mark.parametrize("how", ["failed first: ValueError: no data", "has left the run without an error", "barrier"])
 @on_ranks(3)
-def test_ranks_of_other_nodes_learn_how_one_has_ended(how: str) -> None:
+def test_ranks_of_other_nodes_learn_what_one_does_through_the_store(how: str) -> None:
     be_on_a_node_of_its_own()
-    if idist.get_rank() == 1:
+    if idist.get_rank() == 1 and how != "barrier":
         own_watcher().fail(ValueError("no data")) if "failed" in how else job.finalize()
         return
-    with pytest.raises(RankFailedError, match=f"rank 1 {how}"):
-        idist.all_reduce(1)
+    with pytest.raises((RankFailedError, RankDivergenceError), match=f"rank 1 +{how}"):
+        idist.barrier() if idist.get_rank() == 1 else idist.all_reduce(1)
 
 
 @on_ranks(3)
