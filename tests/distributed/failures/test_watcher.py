@@ -344,9 +344,7 @@ def test_a_node_that_does_not_answer_is_named_once_backward_has_failed() -> None
         return
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6), model.process_group)
     engine = Engine(lambda engine, batch: model(torch.ones(1, 2)).sum().backward())
-    with pytest.raises(
-        RankFailedError, match="rank 1 does not answer, nor does its node; rank 0 waits for it in back"
-    ):
+    with pytest.raises(RankFailedError, match="rank 1 does not answer, nor does its node; rank 0 waits for it in back"):
         engine.run([0])
     store.set("raised", "")
 
