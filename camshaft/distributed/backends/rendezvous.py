@@ -84,7 +84,7 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
                 f"rank {rank} lost the connection to {place} while waiting: the process that hosts it has ended"
             ) from error
     if isinstance(store, FileStore):
-        path = Path(store.path)
+        path = Path(store.path)  # type: ignore[attr-defined]  # torch's stubs
         del store  # a file that rank 0 removes meanwhile, closing it would create again
         store = _new_file(path, _last, rank, size, deadline)
     store.set_timeout(timeout)
