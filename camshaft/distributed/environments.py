@@ -26,6 +26,8 @@ _RENDEZVOUS = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
 _TORCH = (*_PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _VARIABLES = {
+    "torchrun": _TORCH,
+    "environment": _TORCH,
     "horovodrun": (
         *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
         *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
@@ -65,13 +67,13 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     """
     # a process that a worker of torchrun started may have only the id of the run
     if "TORCHELASTIC_RUN_ID" in environ and any(name in environ for name in _PLACE):
-        return _read_torch(environ)
-    launch = next(filter(None, (read(launcher, environ) for launcher in _VARIABLES)), None)
+        return read("torchrun", environ)
+    launch = next(filter(None, (read(launcher, environ) for launcher in _HOSTS)), None)
     needed = _RENDEZVOUS if launch is None else _PLACE
     if (launch := launch or _read_slurm(environ)) is None:
-        return _read_torch(environ)
+        return read("environment", environ)
     present, missing = [name for name in needed if name in environ], [name for name in needed if name not in environ]
-    if not missing and (by_hand := _read_torch(environ)):
+    if not missing and (by_hand := read("environment", environ)):
         return _settle(launch, by_hand)
     if present:
         warnings.warn(
@@ -141,7 +143,10 @@ def torchrun_agent(environ: Mapping[str, str]) -> int | None:
 
 
 def read(launcher: str, environ: Mapping[str, str]) -> Launch | None:
-    """Return what horovodrun (with the gloo controller), or the mpirun of Open MPI or MPICH, sets.
+    """Return what a launcher sets: horovodrun (with the gloo controller), or the mpirun of Open MPI or MPICH.
+
+    The variables of torch.distributed count as those of ``"torchrun"`` or, whoever set them, of the ``"environment"``.
+    For torchrun, a node is one torchrun agent: two of them on one machine are two nodes.
 
     Returns:
         The launch, or ``None`` if this launcher did not start this process.
@@ -154,23 +159,32 @@ def read(launcher: str, environ: Mapping[str, str]) -> Launch | None:
     ... ).topology.world_size
     2
     """
-    names = _VARIABLES[launcher]
+    names, is_of_torch = _VARIABLES[launcher], launcher not in _HOSTS
+    required = _PLACE if is_of_torch else names[:2]
     if launcher == "mpich" and "MPI_LOCALRANKID" not in environ and "SLURM_STEP_ID" in environ:
         return None  # srun --mpi=pmi2 sets these as well, and Slurm's own variables contain more
     if launcher == "horovodrun" and environ.get("HOROVOD_LOCAL_RANK", "").strip() != "0":
         names = names[:4]  # the "cross" numbers count only nodes that have this local rank, and every node has 0
-    host = environ.get(_HOSTS[launcher])
-    return _read(launcher, environ, names, names[:2], host=host, mpi=launcher != "horovodrun")
-
-
-def _read_torch(environ: Mapping[str, str]) -> Launch | None:
-    """Return what the variables of torch.distributed say, whoever set them; ``None`` if none of the place is set.
-
-    For torchrun, a node is one torchrun agent: two of them on one machine are two nodes.
-    """
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
-    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _read(launcher, environ, _TORCH, _PLACE, agent_store=agent_store)
+    present, missing = [name for name in required if name in environ], [one for one in required if one not in environ]
+    if not present:
+        return None
+    if missing:
+        raise RuntimeError(
+            f"the environment has {', '.join(f'{name}={environ[name]}' for name in present)} but not "
+            f"{', '.join(missing)}: set all of {', '.join(required)}, or none"
+        )
+    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    if port is not None and not 0 <= port <= 65535:
+        raise RuntimeError(f"environment variable MASTER_PORT must be in [0, 65535], got {port}")
+    return _launch(
+        launcher,
+        _numbers(environ, names),
+        address=environ.get("MASTER_ADDR") or None,
+        master_port=port,
+        agent_store=is_of_torch and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        mpi=launcher in ("openmpi", "mpich"),
+        host=None if is_of_torch else environ.get(_HOSTS[launcher]),
+    )
 
 
 def _read_slurm(environ: Mapping[str, str]) -> Launch | None:
@@ -270,25 +284,6 @@ def first_host(nodelist: str) -> str:
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 _Numbers = dict[str, tuple[int, str]]  # for each number of a topology its value, and the variable: (1, "RANK=1")
-
-
-def _read(
-    launcher: str, environ: Mapping[str, str], names: tuple[str, ...], required: tuple[str, ...], **fields: Any
-) -> Launch | None:
-    """Return what a launcher's variables say, or ``None`` if none of the required ones is set."""
-    present = [f"{name}={environ[name]}" for name in required if name in environ]
-    if not present:
-        return None
-    if missing := [name for name in required if name not in environ]:
-        raise RuntimeError(
-            f"the environment has {', '.join(present)} but not {', '.join(missing)}: set all of "
-            f"{', '.join(required)}, or none"
-        )
-    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
-    if port is not None and not 0 <= port <= 65535:
-        raise RuntimeError(f"environment variable MASTER_PORT must be in [0, 65535], got {port}")
-    address = {"address": environ.get("MASTER_ADDR") or None, "master_port": port}
-    return _launch(launcher, _numbers(environ, names), **address, **fields)
 
 
 def _numbers(environ: Mapping[str, str], names: tuple[str, ...]) -> _Numbers:

@@ -214,7 +214,7 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
         if is_everywhere:  # a group that is adopted must not wait for its store
             watcher.is_everywhere = True
             watcher.board.has_connected.wait(_CONNECTING)
-        job.resource(ExceptHook, job, topology.rank)
+        job.resource(ExceptHook, job, topology.rank, watcher)
     debug_mode.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
@@ -235,11 +235,11 @@ class ExceptHook(Resource):
     Args:
         job: of this rank; ``None`` in a process that has started others.
         rank: the rank.
+        watcher: of the job.
     """
 
-    def __init__(self, job: Job | None, rank: int = 0) -> None:
-        self._job, self._rank = job, rank
-        self._watcher = None if job is None else job.find(failures.Watcher)
+    def __init__(self, job: Job | None, rank: int = 0, watcher: failures.Watcher | None = None) -> None:
+        self._job, self._rank, self._watcher = job, rank, watcher
         self._closed_by: int | None = None  # the error that was on its way then, without what it refers to; 0 for none
         self._previous, sys.excepthook = sys.excepthook, self
 

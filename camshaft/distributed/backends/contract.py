@@ -100,6 +100,7 @@ class Job:
         mesh: the mesh of the job, if the user has created one.
         compares_collectives: whether the debug mode is on.
         number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
+        resources: what this process keeps for the job, by kind; see :meth:`resource` and :meth:`find`.
         process: id of the process that has joined the job; those that it forks have not. ``None`` where a forked
             process was the first to ask.
         verdict: returns the error that every collective raises, once a rank has failed or the ranks have diverged.
@@ -112,7 +113,7 @@ class Job:
         self.compares_collectives = False
         self.verdict: Callable[[], RuntimeError] | None = None
         self._names: Counter[str] = Counter()
-        self._resources: dict[type[Resource], Any] = {}
+        self.resources: dict[type[Resource], Any] = {}
         self.process: int | None = os.getpid()
 
     @property
@@ -127,27 +128,23 @@ class Job:
 
     def resource(self, kind: type[R], *args: Any) -> R:
         """Return the job's only resource of a kind, created from the arguments on first use."""
-        if kind not in self._resources:
-            self._resources.setdefault(kind, kind(*args))  # another thread may have been faster
-        found: R = self._resources[kind]
+        if kind not in self.resources:
+            self.resources.setdefault(kind, kind(*args))  # another thread may have been faster
+        found: R = self.resources[kind]
         return found
 
     def find(self, kind: type[R]) -> R | None:
         """Return the resource of a kind, if there is one; there is none in a forked process, which is not a rank."""
-        return self._resources.get(kind) if self.is_ours else None
-
-    def has(self, kind: type[Resource]) -> bool:
-        """Return True if the job has a resource of a kind."""
-        return kind in self._resources
+        return self.resources.get(kind) if self.is_ours else None
 
     def finish(self) -> None:
         """Wait for what is in progress."""
-        for resource in tuple(self._resources.values()):
+        for resource in tuple(self.resources.values()):
             resource.finish()
 
     def close(self) -> None:
         """Release all resources; in a forked child, which is not a rank, only forget them."""
-        resources, self._resources, self.compares_collectives = self._resources, {}, False
+        resources, self.resources, self.compares_collectives = self.resources, {}, False
         self.mesh = None
         if self.is_ours:
             for resource in resources.values():

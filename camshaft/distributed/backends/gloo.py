@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from camshaft.distributed.backends.contract import variable_set
+from camshaft.distributed.connections import server_of
 
 if sys.platform == "linux":
     import fcntl
@@ -266,10 +267,8 @@ def find_interface(store: Store, rank: int, world_size: int) -> str | None:
     Returns:
         Its name; ``None`` where gloo itself makes the right choice, or nothing better is known.
     """
-    server = store
-    while isinstance(server, PrefixStore):
-        server = server.underlying_store
-    if world_size == 1 or not isinstance(server, TCPStore):
+    server = server_of(store)
+    if world_size == 1 or server is None:
         return None
     address = _address_towards(server.host)
     store.set(_key(rank), address)

@@ -33,6 +33,7 @@ NEEDS = {
     "horovod": "Horovod built for the installed torch: see docs/reference/backends.md",
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is "xla-tpu" here
+_PACKAGE = "camshaft.distributed.backends"
 _ADOPTERS = {"torch.distributed": "torch", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
@@ -56,7 +57,7 @@ def module_of(name: str) -> ModuleType:
     """
     if lack := lack_of(name):
         raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack}")
-    return _import(_MODULES.get(name, "torch"))
+    return import_module(f"{_PACKAGE}.{_MODULES.get(name, 'torch')}")
 
 
 def nothing_to_adopt() -> bool:
@@ -89,8 +90,9 @@ def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Back
     """
     for library in _ADOPTERS:
         if library in sys.modules:
-            module = _loaded.get(library) or _loaded.setdefault(library, _import(_ADOPTERS[library]))
-            backend: Backend | None = module.adopt(infer)
+            if library not in _loaded:
+                _loaded[library] = import_module(f"{_PACKAGE}.{_ADOPTERS[library]}")
+            backend: Backend | None = _loaded[library].adopt(infer)
             if backend is not None:
                 return backend
     return None
@@ -153,7 +155,3 @@ def choose(
     devices = f"there {'is' if count == 1 else 'are'} {counted(count, f'{here.type} device')}"
     why = f"{devices} for {counted(local_size, 'process')}"
     return "gloo" if count < local_size else name, why
-
-
-def _import(module: str) -> ModuleType:
-    return import_module(f"camshaft.distributed.backends.{module}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import logging
 import os
 import socket
@@ -26,6 +25,7 @@ from camshaft.distributed.topology import Launch
 
 REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
 _MEETING = "camshaft/meeting"
+_CONFIRMED, _COMPLETE = "confirmed", "all ranks have joined"
 _LONGEST_PAUSE = 0.5
 _MOST_NAMED = 10  # ranks in a message
 _LINGER = 5.0  # seconds that rank 0 waits for more ranks once one was told another size
@@ -63,12 +63,17 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
     method = method or "env://"
     if size == 1 and method.startswith("env://"):
         return HashStore()  # no other rank, so no port is needed
+    global _last
     seconds = timeout.total_seconds()
     deadline = time.monotonic() + seconds
     while True:
         store, place = _open(launch, method, rank, size, timedelta(seconds=max(0.0, deadline - time.monotonic())))
         try:
-            name = meet(store, rank, size, deadline, f"to {place} within {seconds:g} s")
+            where = f"to {place} within {seconds:g} s"
+            if rank == 0:
+                _last = open_meeting(store, size, deadline, where)
+            else:
+                _last = join_meeting(store, rank, size, deadline, where)
             break
         except StaleStore:
             del store
@@ -78,18 +83,21 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
             raise DistNetworkError(
                 f"rank {rank} lost the connection to {place} while waiting: the process that hosts it has ended"
             ) from error
-    if method.startswith("file://"):
+    if isinstance(store, FileStore):
+        path = Path(store.path)  # type: ignore[attr-defined]  # torch's stubs
         del store  # a file that rank 0 removes meanwhile, closing it would create again
-        store = _new_file(_path(method), name, rank, size, deadline)
+        store = _new_file(path, _last, rank, size, deadline)
     store.set_timeout(timeout)
-    return PrefixStore(f"camshaft/{name}", store)
+    return PrefixStore(f"camshaft/{_last}", store)
 
 
 def _open(launch: Launch | None, method: str, rank: int, size: int, timeout: timedelta) -> tuple[Store, str]:
     """Open the store, and return it with its name for error messages."""
     scheme = method.partition("://")[0]
     if scheme == "file":
-        path = _path(method)
+        path = Path(urlsplit(method).path)
+        if not path.name or path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"init_method must be file:///FOLDER/FILE, in a folder that exists, got {method!r}")
         return FileStore(str(path), -1), f"the file {path} (init_method)"
     has_agent = launch is not None and launch.agent_store
     if scheme == "env":
@@ -110,13 +118,6 @@ def _from_environment(launch: Launch | None) -> tuple[str, int]:
     if not port.isdecimal():
         raise RuntimeError(f"environment variable MASTER_PORT must be an integer, got {port!r}")
     return os.environ.get("MASTER_ADDR") or "127.0.0.1", int(port)
-
-
-def _path(method: str) -> Path:
-    path = Path(urlsplit(method).path)
-    if not path.name or path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"init_method must be file:///FOLDER/FILE, in a folder that exists, got {method!r}")
-    return path
 
 
 def _host_and_port(method: str) -> tuple[str, int]:
@@ -181,105 +182,102 @@ def _why_unreachable(host: str, port: int) -> str:
     return "another program uses the port"
 
 
-def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
-    """Wait for all ranks, and return a name for the meeting that has never been used.
+def open_meeting(store: Store, size: int, deadline: float, where: str) -> str:
+    """Open a meeting on rank 0, wait for the others, and confirm it; return its name, which has never been used.
 
     A store may outlive the processes that used it: a file after a crash, that of torchrun when it restarts the workers;
     and none of the numbers that these get then is both new and the same on all nodes. So rank 0 opens a meeting with a
-    unique name. The others join the meeting that they find, each with a unique mark. A rank whose mark rank 0 does not
-    confirm has joined a meeting of processes that are gone, and looks for the next.
+    unique name. The others join the one that they find, unless it was confirmed before they came: then it is that of
+    processes that are gone, and they wait for the next.
 
     Args:
         store: reached by all ranks.
-        rank: of this process.
         size: the number of processes.
         deadline: how long to wait, as a time of ``time.monotonic``.
         where: the store and the time limit, for the error: ``"to FILE within 5 s"``.
 
     Raises:
         DistStoreError: not all ranks connected, or they were told different sizes; it lists the ranks.
-        StaleStore: rank 0 has not opened the store of this run yet.
     """
-    global _last
-    _last = _host(store, size, deadline, where) if rank == 0 else _join(store, rank, size, deadline, where)
-    return _last
-
-
-def _host(store: Store, size: int, deadline: float, where: str) -> str:
-    """Open a meeting on rank 0, wait for the others, and confirm those that joined."""
     name = uuid.uuid4().hex
+    meeting = PrefixStore(f"camshaft/{name}", store)
     store.set(_MEETING, f"{name} {size}")
     awaited = list(range(1, size))
 
     def report() -> None:
-        missing = _listed(_absent(store, name, range(1, size)))
+        missing = _listed(_absent(meeting, size))
         logger.warning("rank 0 has waited %g s for ranks that have not reached initialize: %s", REPORT_AFTER, missing)
 
     for _ in _attempts(deadline, report):
-        while awaited and store.check([_key(name, awaited[-1])]):
+        while awaited and meeting.check([str(awaited[-1])]):
             awaited.pop()
-        if not awaited or store.check([_key(name, "others")]):
+        if not awaited:
+            meeting.set(_CONFIRMED, _COMPLETE)
+            return name
+        if meeting.check(["others"]):
             break
-    absent, others = _absent(store, name, awaited), list[list[str]]()
-    if awaited and store.check([_key(name, "others")]):  # ranks that were told another size
+    others = list[list[str]]()
+    if meeting.check(["others"]):  # ranks that were told another size
         for _ in _attempts(time.monotonic() + _LINGER):  # let all ranks learn of it that come at about the same time
-            others = [one.split() for one in _read(store, _key(name, "others")).split(",")[:-1]]
-            absent = _absent(store, name, range(1, size))
-            if size - len(absent) + len(others) >= max(size, *(int(told) for _, told, _ in others)):
+            others = [one.split() for one in meeting.get("others").decode().split(",")[:-1]]
+            if size - len(_absent(meeting, size)) + len(others) >= max(size, *(int(told) for _, told in others)):
                 break
-    marks = store.multi_get([_key(name, rank) for rank in range(1, size) if rank not in absent])
-    problem = None
+    absent = _absent(meeting, size)
+    problem = _incomplete(absent, size, where)
     if others:
-        believed = ", ".join(f"rank {rank} {told}" for rank, told, _ in others[:_MOST_NAMED])
+        believed = ", ".join(f"rank {rank} {told}" for rank, told in others[:_MOST_NAMED])
         problem = f"the ranks were told different numbers of processes (world_size): rank 0 {size}, {believed}"
-    elif absent:
-        problem = _incomplete(absent, size, where)
-    called = [*map(bytes.decode, marks), *(mark for *_, mark in others)]
-    store.set(_key(name, "called"), json.dumps({"marks": called, "problem": problem}))
-    if problem is not None:
-        for _ in _attempts(time.monotonic() + 2 * _LONGEST_PAUSE):  # the store may go away with this process
-            if store.add(_key(name, "told"), 0) == len(called):
-                break
-        raise DistStoreError(problem)
-    return name
+    meeting.set(_CONFIRMED, problem)
+    for _ in _attempts(time.monotonic() + 2 * _LONGEST_PAUSE):  # the store may go away with this process
+        if meeting.add("told", 0) >= size - 1 - len(absent) + len(others):
+            break
+    raise DistStoreError(problem)
 
 
-def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
-    """Join the meeting that is open, or the next one if rank 0 does not confirm this rank."""
-    meeting, mark = "", uuid.uuid4().hex
-    name = told = ""
+def join_meeting(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
+    """Join the meeting that rank 0 has opened, wait until it is confirmed, and return its name.
+
+    Raises:
+        DistStoreError: not all ranks connected, or they were told different sizes.
+        StaleStore: rank 0 has not opened the store of this run yet.
+    """
+    found = name = told = ""
+    meeting = store
+    is_open = is_same = False
 
     def report() -> None:
         if told not in ("", str(size)):  # of this run, or of an earlier one in the same store
             logger.warning(_DIFFERENT, rank, size, told)
-        elif not name or not _absent(store, name, range(1, size)):  # else rank 0 is there, and reports who is not
+        elif not name or not _absent(meeting, size):  # else rank 0 is there, and reports who is not
             text = "rank %d has waited %g s for rank 0, which has not reached initialize"
             logger.warning(text, rank, REPORT_AFTER)
 
     for _ in _attempts(deadline, report):
         try:
-            if (found := _read(store, _MEETING)) != meeting:
-                meeting = found
-                name, _, told = meeting.partition(" ")
-                if told in ("", str(size)):
-                    store.set(_key(name, rank), mark)
-                else:
-                    store.append(_key(name, "others"), f"{rank} {size} {mark},")  # type: ignore[attr-defined]  # stubs
-            answer = json.loads(_read(store, _key(name, "called")) or "{}")
+            if store.check([_MEETING]) and (latest := store.get(_MEETING).decode()) != found:
+                found = latest
+                name, _, told = found.partition(" ")
+                meeting, is_same = PrefixStore(f"camshaft/{name}", store), told in ("", str(size))
+                is_open = not meeting.check([_CONFIRMED])
+                if is_open and is_same:
+                    meeting.set(str(rank), "here")
+                elif is_open:
+                    meeting.append("others", f"{rank} {size},")  # type: ignore[attr-defined]  # torch's stubs
+            answer = meeting.get(_CONFIRMED).decode() if is_open and meeting.check([_CONFIRMED]) else ""
         except RuntimeError as error:
             if _last and name in ("", _last):
                 raise StaleStore from error
             raise
-        if mark in answer.get("marks", ()):
-            if answer["problem"]:
-                store.add(_key(name, "told"), 1)
-                raise DistStoreError(answer["problem"])
+        if answer == _COMPLETE and is_same:
             return name
-    if told not in ("", str(size)):
+        if answer not in ("", _COMPLETE):  # complete without this rank, which was told another size
+            meeting.add("told", 1)
+            raise DistStoreError(answer)
+    if name and not is_same:
         raise DistStoreError(_DIFFERENT % (rank, size, told))
-    if name and (absent := _absent(store, name, range(1, size))):
+    if name and (absent := _absent(meeting, size)):
         raise DistStoreError(_incomplete(absent, size, where))
-    raise DistStoreError(f"rank 0 did not connect {where}, or another process has joined as rank {rank}")
+    raise DistStoreError(f"rank 0 did not connect {where}")
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:
@@ -318,16 +316,8 @@ def _attempts(deadline: float, report: Callable[[], None] | None = None) -> Iter
         time.sleep(min(0.001 + (now - begin) / 10, _LONGEST_PAUSE, deadline - now))
 
 
-def _key(name: str, *what: object) -> str:
-    return "/".join(["camshaft", name, *map(str, what)])
-
-
-def _read(store: Store, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
-
-
-def _absent(store: Store, name: str, ranks: Sequence[int]) -> list[int]:
-    return [rank for rank in ranks if not store.check([_key(name, rank)])]
+def _absent(meeting: Store, size: int) -> list[int]:
+    return [rank for rank in range(1, size) if not meeting.check([str(rank)])]
 
 
 def _incomplete(absent: Sequence[int], size: int, where: str) -> str:

@@ -319,7 +319,14 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     with gloo.using(interface):
         dist.init_process_group(name, store=store, rank=rank, world_size=size, **given)
     try:
-        topology = _exchanged_topology(launch)
+        # Hosts are exchanged in the store: a collective would need the device, which depends on the topology. Each rank
+        # publishes its own, as a launcher may tell some ranks more than others (horovodrun).
+        store.set(f"camshaft/host/{rank}", (launch and launch.host) or socket.gethostname())
+        if launch is not None and not launch.assumed:
+            topology = launch.topology
+        else:
+            hosts = [store.get(f"camshaft/host/{other}").decode() for other in range(size)]
+            topology = Topology.from_hosts(rank, hosts)
         chosen = device_of(topology.local_rank) if device is None else torch.device(device)
         backend = NativeBackend(topology, chosen, interface, options.get("timeout"))
         if (here := accelerator()) is not None and chosen.type == here.type:
@@ -390,17 +397,3 @@ def _rank_and_size(launch: Launch | None, rank: Any, size: Any, init_method: str
     rank, size = (0, 1) if rank is None else (rank, size)
     Topology(rank=rank, world_size=size, local_world_size=size, local_rank=rank)  # checks them
     return rank, size
-
-
-def _exchanged_topology(launch: Launch | None) -> Topology:
-    """Find the topology of a new group, exchanging host names where the environment is incomplete.
-
-    They are exchanged in the store: a collective would need the device, which depends on the topology. Every rank
-    publishes its host, as a launcher may tell some ranks more than others (horovodrun).
-    """
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"camshaft/host/{dist.get_rank()}", (launch and launch.host) or socket.gethostname())
-    if launch is not None and not launch.assumed:
-        return launch.topology
-    hosts = [store.get(f"camshaft/host/{rank}").decode() for rank in range(dist.get_world_size())]
-    return Topology.from_hosts(dist.get_rank(), hosts)

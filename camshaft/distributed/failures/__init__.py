@@ -38,7 +38,7 @@ def watch(backend: Backend, report_after: float = 60.0, agent: int | None = None
         agent: process id of the torchrun that started this process, if any.
     """
     job, topology = backend.job, backend.topology
-    if not job.has(Watcher):
+    if Watcher not in job.resources:
         record = None
         if topology.world_size > 1:
             try:
@@ -46,7 +46,8 @@ def watch(backend: Backend, report_after: float = 60.0, agent: int | None = None
             except OSError as error:
                 logger.warning("rank %d has no record: %s", topology.rank, error)
         job.resource(Watcher, backend, record, report_after, agent).start()
-    return job.resource(Watcher)
+    watcher: Watcher = job.resources[Watcher]
+    return watcher
 
 
 def translate(error: BaseException, backend: Backend, ranks: Iterable[int] = ()) -> BaseException:

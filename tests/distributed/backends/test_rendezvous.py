@@ -14,10 +14,15 @@ import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from camshaft.distributed.backends import rendezvous
-from camshaft.distributed.backends.rendezvous import meet
+from camshaft.distributed.backends.rendezvous import join_meeting, open_meeting
 from tests.limits import HANG
 
 PATIENCE = 20.0  # on the clock of the test
+
+
+def meet(store: Any, rank: int, size: int, deadline: float) -> str:
+    where = "to the test"
+    return open_meeting(store, size, deadline, where) if rank == 0 else join_meeting(store, rank, size, deadline, where)
 
 
 def come(store: Any, ranks: Sequence[int], size: int, seconds: float = HANG) -> list[Future[str]]:
@@ -25,7 +30,7 @@ def come(store: Any, ranks: Sequence[int], size: int, seconds: float = HANG) -> 
     with ThreadPoolExecutor(len(ranks)) as threads:
         coming = []
         for rank in ranks:
-            coming.append(threads.submit(meet, store, rank, size, time.monotonic() + seconds, "to the test"))
+            coming.append(threads.submit(meet, store, rank, size, time.monotonic() + seconds))
             time.sleep(0.02)
     return coming
 
@@ -50,9 +55,11 @@ def wait_for_missing(
     monkeypatch: pytest.MonkeyPatch, store: HashStore, came: Sequence[int], size: int
 ) -> list[BaseException | None]:
     """Return the errors of these ranks, after their time has passed."""
-    monkeypatch.setattr(rendezvous, "time", Clock(store, len(came) if 0 in came else 0))  # a meeting and marks
+    monkeypatch.setattr(
+        rendezvous, "time", Clock(store, len(came) if 0 in came else 0)
+    )  # the meeting, and who is there
     with ThreadPoolExecutor(len(came)) as threads:
-        coming = [threads.submit(meet, store, rank, size, PATIENCE, "to the test") for rank in came]
+        coming = [threads.submit(meet, store, rank, size, PATIENCE) for rank in came]
     errors = [future.exception() for future in coming]
     assert [type(error) for error in errors] == [DistStoreError] * len(came)
     return errors
@@ -76,18 +83,18 @@ def host_left(store: HashStore) -> None:
 
 def host_died_before_confirming(store: HashStore) -> None:
     host_left(store)
-    store.set("camshaft/dead/1", "mark of the dead")
-    store.set("camshaft/dead/2", "mark of the dead")
+    store.set("camshaft/dead/1", "here")
+    store.set("camshaft/dead/2", "here")
 
 
 def host_confirmed(store: HashStore) -> None:
     host_died_before_confirming(store)
-    store.set("camshaft/dead/called", '{"marks": ["mark of the dead"], "absent": []}')
+    store.set("camshaft/dead/confirmed", rendezvous._COMPLETE)
 
 
 def host_reported_missing_ranks(store: HashStore) -> None:
     host_left(store)
-    store.set("camshaft/dead/called", '{"marks": [], "absent": [1, 2]}')
+    store.set("camshaft/dead/confirmed", "1 of 3 ranks connected; missing: 1, 2")
 
 
 @pytest.mark.parametrize("leave", [host_left, host_died_before_confirming, host_confirmed, host_reported_missing_ranks])
@@ -137,10 +144,7 @@ def test_ranks_that_were_told_different_sizes_learn_what_each_believes(
     monkeypatch.setattr(rendezvous, "_LINGER", HANG if len(sizes) > 2 else 0.1)  # nobody else comes
     store, deadline = HashStore(), time.monotonic() + HANG
     with ThreadPoolExecutor(len(sizes)) as threads:
-        coming = [
-            threads.submit(meet, store, rank, size, deadline, "to the test")
-            for rank, size in list(enumerate(sizes))[::order]
-        ]
+        coming = [threads.submit(meet, store, rank, size, deadline) for rank, size in list(enumerate(sizes))[::order]]
     texts = {str(one.exception()) for one in coming}
     beginning = f"the ranks were told different numbers of processes (world_size): rank 0 {sizes[0]}, rank "
     assert all(text.startswith(beginning) for text in texts), texts
@@ -153,7 +157,7 @@ def test_a_rank_that_rank_0_does_not_wait_for_learns_that_it_was_told_another_si
     come(store, (0, 1), 2)
     monkeypatch.setattr(rendezvous, "time", Clock(store, 0))
     with pytest.raises(DistStoreError, match="told that there are 3 processes .* ranks that were told 2") as caught:
-        meet(store, 2, 3, PATIENCE, "to the test")
+        meet(store, 2, 3, PATIENCE)
     assert caplog.messages == [str(caught.value)]
 
 
@@ -169,14 +173,14 @@ def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
     ]
 
 
-def test_only_one_of_two_processes_with_the_same_rank_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_takes_the_place_of_one_that_was_killed_while_rank_0_waits() -> None:
     store = HashStore()
-    monkeypatch.setattr(rendezvous, "time", Clock(store, 3))  # the meeting, a mark, and the confirmation
-    with ThreadPoolExecutor(3) as threads:
-        coming = [threads.submit(meet, store, rank, 2, PATIENCE, "to the test") for rank in (1, 1, 0)]
-    (error,) = (future.exception() for future in coming if future.exception())
-    assert "another process has joined as rank 1" in str(error)
-    assert len(names([future for future in coming if not future.exception()])) == 1
+    with ThreadPoolExecutor(2) as threads:
+        hosting = threads.submit(meet, store, 0, 3, time.monotonic() + HANG)
+        with pytest.raises(DistStoreError):
+            meet(store, 1, 3, time.monotonic() + 0.1)
+        joining = threads.submit(meet, store, 1, 3, time.monotonic() + HANG)
+        assert meet(store, 2, 3, time.monotonic() + HANG) == hosting.result() == joining.result()
 
 
 @pytest.mark.jobs
