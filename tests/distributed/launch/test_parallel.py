@@ -62,14 +62,10 @@ def test_without_a_backend_what_is_for_initialize_or_spawn_plays_no_part():
         assert parallel.run(give)[3] is None
 
 
-def test_the_init_method_is_an_attribute_like_the_backend():
-    assert idist.Parallel().init_method is None
-    parallel = idist.Parallel(backend="gloo", init_method="env://")
-    assert (parallel.backend, parallel.init_method) == ("gloo", "env://")
-
-
 def test_one_process_may_have_a_backend():
-    with idist.Parallel("gloo", timeout=TIMEOUT) as parallel:
+    assert idist.Parallel().init_method is None
+    with idist.Parallel("gloo", init_method="env://", timeout=TIMEOUT) as parallel:
+        assert (parallel.backend, parallel.init_method) == ("gloo", "env://")
         assert parallel.run(give, 5) == (0, 0, 1, "gloo", (5,), {})
     assert not dist.is_initialized()
     assert idist.backend() is None
@@ -229,31 +225,32 @@ def test_without_a_backend_there_is_nothing_to_start(name):
         idist.Parallel(**{name: 0})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"nproc_per_node": 0}, "nproc_per_node must be a positive integer, got 0"),
-        ({"nproc_per_node": -1}, "nproc_per_node must be a positive integer, got -1"),
-        ({"nproc_per_node": "2"}, "nproc_per_node must be a positive integer, got '2'"),
-        ({"nproc_per_node": True}, "nproc_per_node must be a positive integer, got True"),
-        ({"nnodes": 0}, "nnodes must be a positive integer, got 0"),
-        ({"nnodes": -1}, "nnodes must be a positive integer, got -1"),
-        ({"nnodes": 2}, "node_rank must be given with nnodes=2"),
-        ({"nnodes": 2, "node_rank": 2}, r"node_rank must be an integer in \[0, 2\), got 2"),
-        ({"nnodes": 2, "node_rank": -1}, r"node_rank must be an integer in \[0, 2\), got -1"),
-        ({"node_rank": 1}, r"node_rank must be an integer in \[0, 1\), got 1"),
-        ({"nnodes": 2, "node_rank": 0}, "master_addr and master_port, or init_method, must be given with nnodes=2"),
-        ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, "got 'a' and None"),
-        ({"nnodes": 2, "node_rank": 0, "master_port": 1}, "got None and 1"),
-        ({"master_port": "a"}, r"master_port must be a number in \[1, 65535\], got 'a'"),
-        ({"master_port": 70000}, "got 70000"),
-        ({"master_addr": "a", "init_method": "tcp://a:1"}, "must not be given with init_method='tcp://a:1'"),
-    ],
-)
-def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):
-    for backend in ("gloo", "auto"):
-        with pytest.raises(ValueError, match=message):
-            idist.Parallel(backend, **{"nproc_per_node": 1, **arguments})
+IMPOSSIBLE_NODES = [  # for spawn too
+    ({"nproc_per_node": 0}, "nproc_per_node must be a positive integer, got 0"),
+    ({"nproc_per_node": 2.0}, "nproc_per_node must be a positive integer, got 2.0"),
+    ({"nproc_per_node": True}, "nproc_per_node must be a positive integer, got True"),
+    ({"nnodes": -1}, "nnodes must be a positive integer, got -1"),
+    ({"nnodes": 2}, "node_rank must be given with nnodes=2"),
+    ({"nnodes": 2, "node_rank": 2}, r"node_rank must be an integer in \[0, 2\), got 2"),
+    ({"node_rank": -1}, r"node_rank must be an integer in \[0, 1\), got -1"),
+    ({"node_rank": "0"}, r"node_rank must be an integer in \[0, 1\), got '0'"),
+    ({"node_rank": False}, r"node_rank must be an integer in \[0, 1\), got False"),
+    ({"nnodes": 2, "node_rank": 0}, "master_addr and master_port, or init_method, must be given with nnodes=2"),
+    ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, "got 'a' and None"),
+    ({"nnodes": 2, "node_rank": 0, "master_port": 1}, "got None and 1"),
+    ({"master_port": "a"}, r"master_port must be a number in \[1, 65535\], got 'a'"),
+    ({"master_port": 0}, r"master_port must be a number in \[1, 65535\], got 0"),
+    ({"master_port": 70000}, "got 70000"),
+    ({"master_addr": "a", "init_method": "tcp://a:1"}, "must not be given with init_method='tcp://a:1'"),
+    ({"init_method": 3}, "init_method must be 'env://', 'file://...' or 'tcp://...', got 3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), IMPOSSIBLE_NODES)
+@pytest.mark.parametrize("backend", ["gloo", "auto"])
+def test_nodes_that_cannot_be_are_refused_at_once(backend, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        idist.Parallel(backend, **{"nproc_per_node": 1, **arguments})
 
 
 @pytest.mark.parametrize("arguments", [{}, {"nproc_per_node": 1}])
