@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -27,7 +26,6 @@ from tests.distributed.observed import (
     step,
     torchrun,
 )
-from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("num_nodes", "node_rank")
@@ -439,13 +437,6 @@ def test_a_list_without_a_first_host_is_refused(nodelist):
 
 # --- torchrun -----------------------------------------------------------------------------------------------------
 
-WORKER = """
-import json, os, sys
-from pathlib import Path
-
-Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
-"""
-
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc")
 @pytest.mark.parametrize(
@@ -470,22 +461,3 @@ def test_the_parent_is_recognised_as_torchrun_by_its_command_line(monkeypatch, t
         assert torchrun_agent({"RANK": "0"}) is None
         other.communicate(b"\n")
     assert torchrun_agent(worker) is None  # it has ended
-
-
-def test_the_workers_of_torchrun_are_recognised(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*command, str(script), str(tmp_path)], check=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    launches = [detect(json.loads((tmp_path / rank).read_text())) for rank in "01"]
-    assert [(launch.launcher, launch.agent_store) for launch in launches] == [("torchrun", True)] * 2
-    assert [str(launch.topology) for launch in launches] == [
-        f"rank={rank}, world_size=2, local_rank={rank}, local_world_size=2, node_rank=0, num_nodes=1"
-        for rank in range(2)
-    ]
-    assert [launch.assumed for launch in launches] == [(), ()]
-    assert launches[0].master_addr
-    assert launches[0].master_port
-    assert (launches[0].master_addr, launches[0].master_port) == (launches[1].master_addr, launches[1].master_port)

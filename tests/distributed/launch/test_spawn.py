@@ -33,10 +33,12 @@ from camshaft.distributed.backends.registry import module_of
 from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
-from tests.distributed.launch.test_parallel import IMPOSSIBLE_NODES, free_port
+from tests.distributed.launch.test_parallel import IMPOSSIBLE_NODES
+from tests.distributed.observed import batch, torchrun
 from tests.guards import children, is_running
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 from tests.ranks import context
+from tests.torchrun.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 start = functools.partial(idist.spawn, start_method="forkserver", timeout=TIMEOUT)
@@ -645,25 +647,9 @@ if __name__ == "__main__":
     with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
-# As in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes.
-IN_SLURM = {
-    "SLURM_JOB_ID": "12345",
-    "SLURM_STEP_ID": str(0xFFFFFFFB),  # that of the batch script
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_JOB_NODELIST": "node[1-2]",
-    "SLURM_JOB_NUM_NODES": "2",
-}
-UNDER_TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "job",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "1",
-}
+# as in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes
+IN_SLURM = {**batch([2, 2]), "SLURM_STEP_ID": str(0xFFFFFFFB)}  # that of the batch script
+UNDER_TORCHRUN = torchrun(3, 1, [2, 2], node=1)
 
 
 @pytest.fixture
