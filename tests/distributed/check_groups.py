@@ -67,10 +67,12 @@ def in_one_process_no_ranks_are_a_group_too() -> None:
 
 
 @check
-def ranks_in_any_sequence_name_the_group_that_a_list_of_them_names() -> None:
+def whatever_counts_as_an_integer_in_any_sequence_names_a_group_as_a_list_does() -> None:
     rank, size = place()
-    for ranks in (range(size), (0,), tuple(range(size)), range(size - 1, -1, -1)):
+    every: list[Any] = [tuple(range(size)), range(size), [torch.tensor(other) for other in range(size)]]
+    for ranks in (*every, (0,), range(size - 1, -1, -1)):
         equal(idist.all_reduce(1, group=ranks), len(ranks) if rank in ranks else 1)
+        equal(idist.all_reduce(1, group=idist.new_group(ranks)), len(ranks) if rank in ranks else 1)
         idist.barrier(group=ranks)
 
 
@@ -184,14 +186,6 @@ def what_is_no_group_is_refused() -> None:
     for ranks in (*lists, (0, 0), 0, None, {0}, torch.arange(size)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.new_group(ranks)
-
-
-@check
-def ranks_of_a_group_are_whatever_counts_as_an_integer_in_any_sequence() -> None:
-    size = idist.get_world_size()
-    for ranks in (tuple(range(size)), range(size), [torch.tensor(rank) for rank in range(size)]):
-        equal(idist.all_reduce(1, group=idist.new_group(ranks)), size)
-        equal(idist.all_reduce(1, group=ranks), size)
 
 
 @check
