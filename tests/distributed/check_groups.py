@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,14 +161,23 @@ def a_collective_for_members_refuses_the_other_ranks() -> None:
 
 
 @check
-def a_rank_that_is_not_in_the_group_can_be_no_source() -> None:
+def what_is_no_rank_of_the_group_can_be_no_source_or_destination() -> None:
     rank, size = place()
-    group = idist.new_group([0])
-    if rank == 0:
-        with pytest.raises(ValueError, match=r"src must be a rank of the group \[0\]"):
-            idist.broadcast(1, size, group=group)
-        with pytest.raises(ValueError, match=r"dst must be a rank of the group \[0\]"):
-            idist.gather(1, size, group=group)
+    own = idist.new_group([0])
+    roots: list[tuple[str, Callable[..., Any]]] = [
+        *(("src", call) for call in (idist.broadcast, idist.scatter)),
+        *(("dst", call) for call in (idist.reduce, idist.gather)),
+    ]
+    impossible: list[tuple[type[Exception], Any]] = [
+        *((ValueError, other) for other in (-1, size)),
+        *((TypeError, other) for other in ("0", 0.5, None, [0])),
+    ]
+    for group in (None, own) if rank == 0 else (None,):
+        for name, call in roots:
+            for error, other in impossible:
+                with pytest.raises(error, match=f"{name} must be (an integer|a rank of the group .*), got"):
+                    call(1, other, group=group)
+    equal(idist.broadcast(rank, torch.tensor(size - 1)), size - 1)  # type: ignore[arg-type]  # it counts as an integer
 
 
 @check

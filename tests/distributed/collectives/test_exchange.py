@@ -188,18 +188,6 @@ def test_an_expanded_tensor_is_rejected_before_anything_is_sent():
 
 
 @on_ranks(2)
-def test_ranks_in_arguments_are_integers_of_the_group():
-    for call in (lambda rank: idist.broadcast(1, src=rank), lambda rank: idist.gather(1, dst=rank)):
-        for rank in ("0", 0.5, None, [0]):
-            with pytest.raises(TypeError, match="must be an integer, got"):
-                call(rank)
-        for rank in (-1, 2):
-            with pytest.raises(ValueError, match=r"must be a rank of the group \[0, 1\], got"):
-                call(rank)
-    assert idist.broadcast(idist.get_rank(), src=torch.tensor(1)) == 1  # whatever is an index
-
-
-@on_ranks(2)
 def test_large_values_of_different_lengths():
     rank = idist.get_rank()
     values = [LONG, "short", {"k": torch.ones(1000), "l": LONG}, 1, torch.arange(3000.0)]
