@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed.collectives import messages
+from camshaft.distributed.collectives.values import bytes_of
 from camshaft.distributed.failures.waiting import only
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
@@ -34,24 +35,20 @@ def one_of(dtype):
 
 
 def same(got, wanted):
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    assert got.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).tolist() == raw(wanted).tolist()
-
-
-def raw(tensor):
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    assert (got.dtype, got.shape, bytes_of(got)) == (wanted.dtype, wanted.shape, bytes_of(wanted.detach()))
 
 
 def transfers():
     return current().job.resource(messages.Transfers)
 
 
-def exchanged(value, **options):
-    """Send a value to the other of two ranks, which sends the same, and give what it sent."""
-    other = 1 - idist.get_rank()
+def exchanged(value, other=None, **options):
+    """Send a value to the other of two ranks, or to a given one, which sends the same, and give what it sent."""
+    with_all, other = other is None, 1 - idist.get_rank() if other is None else other
     idist.isend(value, other, **options)
     got = idist.recv(other, **options)
-    idist.barrier()  # what was sent has been received when the ranks end
+    if with_all:
+        idist.barrier()  # what was sent has been received when the ranks end
     return got
 
 
@@ -344,15 +341,10 @@ def test_messages_to_ranks_outside_of_the_block_raise():
         idist.send(1, (rank + 1) % 3)
     if rank != 1:
         with only([0, 2], "what the even ranks do", "here"):
-            assert exchanged_with(2 - rank) == "both are here"
+            assert exchanged("both are here", 2 - rank) == "both are here"
             with pytest.raises(RankDivergenceError, match="what the even ranks do"):
                 idist.send(1, 1)
     idist.barrier()
-
-
-def exchanged_with(other):
-    idist.isend("both are here", other)
-    return idist.recv(other)
 
 
 def test_errors_say_which_message():
