@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import camshaft.distributed as idist
 from tests.distributed.check_gathers import VALUES
@@ -24,30 +26,21 @@ def broadcast_overwrites_tensors_of_every_dtype_in_place() -> None:
 
 
 @check
-def broadcast_works_in_place_however_the_tensor_lies_in_memory() -> None:
+def broadcast_and_all_reduce_work_in_place_however_the_tensor_lies_in_memory() -> None:
     rank, size = place()
-    for tensor in awkward(float(rank)):
-        watched = tensor.requires_grad
-        assert idist.broadcast(tensor, size - 1) is tensor
-        assert (tensor.requires_grad, tensor.grad_fn) == (watched, None)
-        same(tensor, torch.full((2, 3), size - 1.0))
-
-
-@check
-def broadcast_keeps_the_shape_of_tensors_without_dimensions_or_without_elements() -> None:
-    rank, size = place()
-    number = here(torch.tensor(rank, dtype=torch.float64))
-    assert idist.broadcast(number, size - 1) is number
-    same(number, torch.tensor(size - 1, dtype=torch.float64))
-    same(idist.broadcast(here(torch.empty(0, 3))), torch.empty(0, 3))
-
-
-@check
-def broadcast_gives_back_a_tensor_of_the_device_that_it_was_given() -> None:
-    rank, size = place()
-    got = idist.broadcast(torch.full((3,), rank), size - 1)
-    assert got.device == torch.device("cpu")
-    same(got, torch.full((3,), size - 1))
+    total = float(sum(range(size)))
+    calls: list[tuple[Callable[[Tensor], Tensor], float]] = [
+        (lambda tensor: idist.broadcast(tensor, size - 1), size - 1.0),
+        (idist.all_reduce, total),
+    ]
+    for call, wanted in calls:
+        numbers = here(torch.tensor(float(rank))), torch.full((3,), float(rank))  # the second one on the CPU
+        for tensor in (*awkward(float(rank)), here(torch.empty(0, 3)), *numbers):
+            watched, device = tensor.requires_grad, tensor.device
+            got = call(tensor)
+            assert got is tensor or device != idist.device()
+            assert (got.requires_grad, got.grad_fn, got.device) == (watched, None, device)
+            same(got, torch.full(tensor.shape, wanted))
 
 
 @check
@@ -106,10 +99,3 @@ def broadcast_refuses_none_where_a_value_is_needed() -> None:
     if size == 1:
         with pytest.raises(ValueError, match="tensor must not be None"):
             idist.broadcast(None, rank, safe_mode=True)
-
-
-@check
-def broadcast_refuses_a_source_that_is_not_there() -> None:
-    for src in (-1, idist.get_world_size()):
-        with pytest.raises(ValueError, match="src must be a rank of the group"):
-            idist.broadcast(1, src)

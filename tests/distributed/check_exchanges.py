@@ -51,8 +51,6 @@ def reduce_takes_numbers() -> None:
     for dst in range(size):
         equal(idist.reduce(2**53 + 1, dst), size * (2**53 + 1) if rank == dst else None)
         equal(idist.reduce(0.1 * (rank + 1), dst, "MAX"), 0.1 * size if rank == dst else None)
-    with pytest.raises(ValueError, match="dst must be a rank of the group"):
-        idist.reduce(1, dst=size)
     with pytest.raises(TypeError, match="tensor must be a tensor or a number"):
         idist.reduce("text")
 
@@ -78,8 +76,6 @@ def scatter_gives_every_rank_its_own_value() -> None:
         equal(idist.scatter(values, src), (rank, value))
     for src in range(size):
         equal(idist.scatter(["ü" * 500 * other for other in range(size)], src), "ü" * 500 * rank)
-    with pytest.raises(ValueError, match="src must be a rank of the group"):
-        idist.scatter(None, src=-1)
 
 
 @check

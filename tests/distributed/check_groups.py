@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,10 +68,12 @@ def in_one_process_no_ranks_are_a_group_too() -> None:
 
 
 @check
-def ranks_in_any_sequence_name_the_group_that_a_list_of_them_names() -> None:
+def whatever_counts_as_an_integer_in_any_sequence_names_a_group_as_a_list_does() -> None:
     rank, size = place()
-    for ranks in (range(size), (0,), tuple(range(size)), range(size - 1, -1, -1)):
+    every: list[Any] = [tuple(range(size)), range(size), [torch.tensor(other) for other in range(size)]]
+    for ranks in (*every, (0,), range(size - 1, -1, -1)):
         equal(idist.all_reduce(1, group=ranks), len(ranks) if rank in ranks else 1)
+        equal(idist.all_reduce(1, group=idist.new_group(ranks)), len(ranks) if rank in ranks else 1)
         idist.barrier(group=ranks)
 
 
@@ -158,14 +161,23 @@ def a_collective_for_members_refuses_the_other_ranks() -> None:
 
 
 @check
-def a_rank_that_is_not_in_the_group_can_be_no_source() -> None:
+def what_is_no_rank_of_the_group_can_be_no_source_or_destination() -> None:
     rank, size = place()
-    group = idist.new_group([0])
-    if rank == 0:
-        with pytest.raises(ValueError, match=r"src must be a rank of the group \[0\]"):
-            idist.broadcast(1, size, group=group)
-        with pytest.raises(ValueError, match=r"dst must be a rank of the group \[0\]"):
-            idist.gather(1, size, group=group)
+    own = idist.new_group([0])
+    roots: list[tuple[str, Callable[..., Any]]] = [
+        *(("src", call) for call in (idist.broadcast, idist.scatter)),
+        *(("dst", call) for call in (idist.reduce, idist.gather)),
+    ]
+    impossible: list[tuple[type[Exception], Any]] = [
+        *((ValueError, other) for other in (-1, size)),
+        *((TypeError, other) for other in ("0", 0.5, None, [0])),
+    ]
+    for group in (None, own) if rank == 0 else (None,):
+        for name, call in roots:
+            for error, other in impossible:
+                with pytest.raises(error, match=f"{name} must be (an integer|a rank of the group .*), got"):
+                    call(1, other, group=group)
+    equal(idist.broadcast(rank, torch.tensor(size - 1)), size - 1)  # type: ignore[arg-type]  # it counts as an integer
 
 
 @check
@@ -184,14 +196,6 @@ def what_is_no_group_is_refused() -> None:
     for ranks in (*lists, (0, 0), 0, None, {0}, torch.arange(size)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.new_group(ranks)
-
-
-@check
-def ranks_of_a_group_are_whatever_counts_as_an_integer_in_any_sequence() -> None:
-    size = idist.get_world_size()
-    for ranks in (tuple(range(size)), range(size), [torch.tensor(rank) for rank in range(size)]):
-        equal(idist.all_reduce(1, group=idist.new_group(ranks)), size)
-        equal(idist.all_reduce(1, group=ranks), size)
 
 
 @check

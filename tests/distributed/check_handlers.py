@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,68 +12,32 @@ import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, TerminateOnNan, stop_together
 from tests.distributed.check_training import SAMPLES, model_of, numbers_of
-from tests.distributed.checking import check, equal, place, same
+from tests.distributed.checking import check, equal, folder, place, same
 
 
-@contextmanager
-def folder() -> Iterator[Path]:
-    """Make a folder that all ranks see, and that goes when all have left it."""
-    path = Path(idist.broadcast(tempfile.mkdtemp() if idist.get_rank() == 0 else "", safe_mode=True))
-    try:
-        yield path
-    finally:
-        idist.barrier()
-        if idist.get_rank() == 0:
-            shutil.rmtree(path)
-
-
-def save_and_resume(asynchronous: bool) -> None:
+@check
+def what_one_rank_saves_also_in_the_background_every_rank_goes_on_from() -> None:
     rank, _ = place()
-    model = idist.auto_model(model_of(0))
-    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5))
-    objects = {"model": model, "optimizer": optimizer}
-    with folder() as path:
-        checkpoint = Checkpoint(objects, DiskSaver(path), asynchronous=asynchronous)
-        trainer: Engine[Any, None] = Engine(lambda engine, batch: None)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), checkpoint)
-        trainer.run(range(3))
-        equal(checkpoint.last_checkpoint, path / "checkpoint_2.pt")
-        idist.barrier()
-        wanted = numbers_of(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(rank)
-        optimizer.param_groups[0]["lr"] = 0.5
-        equal(Checkpoint.resume(objects, path), path / "checkpoint_2.pt")
-        for got, one in zip(numbers_of(model), wanted, strict=True):
-            same(got, one)
-        equal(optimizer.param_groups[0]["lr"], 0.25)
-
-
-@check
-def what_one_rank_saves_every_rank_goes_on_from() -> None:
-    save_and_resume(asynchronous=False)
-
-
-@check
-def what_one_rank_saves_in_the_background_every_rank_goes_on_from() -> None:
-    save_and_resume(asynchronous=True)
-
-
-@check
-def a_number_that_is_none_on_the_last_rank_ends_the_run_on_all_after_the_same_iteration() -> None:
-    rank, size = place()
-
-    def step(engine: Engine[int, float], batch: int) -> float:
-        idist.all_reduce(1)
-        return math.nan if batch == 3 and rank == size - 1 else 0.5
-
-    trainer = Engine(step)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
-    trainer.run(range(10_000))
-    ended = idist.all_gather(trainer.state.iteration)
-    equal(set(ended if size > 1 else [trainer.state.iteration]), {trainer.state.iteration})
-    assert 4 <= trainer.state.iteration < 10_000
+    for asynchronous in (False, True):
+        model = idist.auto_model(model_of(0))
+        optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5))
+        objects = {"model": model, "optimizer": optimizer}
+        with folder() as path:
+            checkpoint = Checkpoint(objects, DiskSaver(path), asynchronous=asynchronous)
+            trainer: Engine[Any, None] = Engine(lambda engine, batch: None)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), checkpoint)
+            trainer.run(range(3))
+            equal(checkpoint.last_checkpoint, path / "checkpoint_2.pt")
+            idist.barrier()
+            wanted = numbers_of(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(rank)
+            optimizer.param_groups[0]["lr"] = 0.5
+            equal(Checkpoint.resume(objects, path), path / "checkpoint_2.pt")
+            for got, one in zip(numbers_of(model), wanted, strict=True):
+                same(got, one)
+            equal(optimizer.param_groups[0]["lr"], 0.25)
 
 
 @check
@@ -91,17 +51,19 @@ def without_improvement_every_rank_stops_at_the_end_of_the_epoch() -> None:
 
 
 @check
-def a_rank_that_requests_a_stop_in_a_step_stops_all_after_the_same_iteration() -> None:
+def a_rank_that_requests_a_stop_or_computes_nan_ends_the_run_on_all_after_the_same_iteration() -> None:
     rank, size = place()
 
-    def step(engine: Engine[int, Any], batch: int) -> None:
+    def step(engine: Engine[int, Any], batch: int) -> Any:
         idist.all_reduce(1)
-        if batch == 3 and rank == size - 1:
-            stop()
+        return end() if batch == 3 and rank == size - 1 else 0.5
 
-    trainer = Engine(step)
-    stop = stop_together(trainer)
-    trainer.run(range(10_000))
-    ended = idist.all_gather(trainer.state.iteration)
-    equal(set(ended if size > 1 else [trainer.state.iteration]), {trainer.state.iteration})
-    assert 4 <= trainer.state.iteration < 10_000
+    for is_requested in (True, False):
+        trainer = Engine(step)
+        end: Callable[[], Any] = stop_together(trainer) if is_requested else lambda: math.nan
+        if not is_requested:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+        trainer.run(range(10_000))
+        ended = idist.all_gather(trainer.state.iteration)
+        equal(set(ended if size > 1 else [trainer.state.iteration]), {trainer.state.iteration})
+        assert 4 <= trainer.state.iteration < 10_000

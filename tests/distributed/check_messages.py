@@ -122,7 +122,8 @@ def recv_fills_a_tensor_that_fits() -> None:
     rank, size = place()
     if size == 1:
         return
-    for out in (here(torch.zeros(2, 3)), torch.zeros(3, 2).t(), torch.zeros(2, 3, requires_grad=True)):
+    strided = torch.zeros(2, 6)[:, ::2]
+    for out in (here(torch.zeros(2, 3)), torch.zeros(3, 2).t(), strided, torch.zeros(2, 3, requires_grad=True)):
         sending = idist.isend(torch.full((2, 3), float(rank)), (rank + 1) % size)
         assert idist.recv((rank - 1) % size, out=out) is out
         same(out, torch.full((2, 3), float((rank - 1) % size)))
@@ -153,12 +154,13 @@ def members_of_a_group_send_by_global_ranks() -> None:
 @check
 def no_message_goes_to_oneself_or_to_nobody_or_under_an_impossible_tag() -> None:
     rank, size = place()
-    for other in (rank, size, -1):
+    others: tuple[Any, ...] = (rank, size, -1, None, 0.5, "1", [1])
+    for other in others:
         with pytest.raises(ValueError, match="dst must be another rank"):
             idist.send(1, other)
         with pytest.raises(ValueError, match="src must be another rank"):
             idist.recv(other)
-    for tag in (-1, 16384, 0.5, None):
+    for tag in (-1, 16384, 0.5, None, "a"):
         with pytest.raises(ValueError, match="tag must be an integer in"):
             idist.isend(1, (rank + 1) % size, tag=tag)  # type: ignore[arg-type]  # what is refused
         with pytest.raises(ValueError, match="tag must be an integer in"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import torch
 
 import camshaft.distributed as idist
 from camshaft.errors import RankDivergenceError
-from tests.distributed.checking import check, equal, place
+from tests.distributed.checking import check, equal, folder, place
 
 COLLECTIVES = (idist.barrier, lambda: idist.all_reduce(1), lambda: idist.all_gather("x"), lambda: idist.broadcast(1))
 
@@ -132,18 +130,15 @@ def one_rank_only_with_barrier_lets_the_others_wait() -> None:
     rank, size = place()
     for chosen in range(size):
         nodes = idist.all_gather(idist.get_node_rank())
-        folder = Path(idist.broadcast(tempfile.mkdtemp() if rank == chosen else "", src=chosen))
+        with folder(chosen) as path:
 
-        @idist.one_rank_only(chosen, with_barrier=True)
-        def mark(folder: Path = folder) -> None:
-            time.sleep(0.02)  # who does not wait is through by then
-            (folder / "mark").touch()
+            @idist.one_rank_only(chosen, with_barrier=True)
+            def mark(path: Path = path) -> None:
+                time.sleep(0.02)  # who does not wait is through by then
+                (path / "mark").touch()
 
-        mark()
-        assert (folder / "mark").exists() or nodes[rank] != nodes[chosen]
-        idist.barrier()
-        if rank == chosen:
-            shutil.rmtree(folder)
+            mark()
+            assert (path / "mark").exists() or nodes[rank] != nodes[chosen]
 
 
 @check
@@ -151,15 +146,11 @@ def one_rank_first_lets_that_rank_go_first() -> None:
     rank, size = place()
     for first in range(size):
         nodes = idist.all_gather(idist.get_node_rank())
-        folder = Path(idist.broadcast(tempfile.mkdtemp() if rank == first else "", src=first))
-        with idist.one_rank_first(first):
+        with folder(first) as path, idist.one_rank_first(first):
             if rank == first:
-                assert not (folder / "mark").exists()
-                (folder / "mark").touch()
-            assert (folder / "mark").exists() or nodes[rank] != nodes[first]
-        idist.barrier()
-        if rank == first:
-            shutil.rmtree(folder)
+                assert not (path / "mark").exists()
+                (path / "mark").touch()
+            assert (path / "mark").exists() or nodes[rank] != nodes[first]
 
 
 @check

@@ -118,34 +118,6 @@ def awkward(value: float) -> Iterator[Tensor]:
 
 
 @check
-def all_reduce_works_in_place_however_the_tensor_lies_in_memory() -> None:
-    rank, size = place()
-    for tensor in awkward(float(rank)):
-        watched = tensor.requires_grad
-        assert idist.all_reduce(tensor) is tensor
-        assert (tensor.requires_grad, tensor.grad_fn) == (watched, None)
-        same(tensor, torch.full((2, 3), float(sum(range(size)))))
-
-
-@check
-def all_reduce_keeps_the_shape_of_tensors_without_dimensions_or_without_elements() -> None:
-    rank, size = place()
-    number = here(torch.tensor(rank + 1.5))
-    assert idist.all_reduce(number) is number
-    same(number, torch.tensor(sum(range(size)) + 1.5 * size))
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        same(idist.all_reduce(here(torch.empty(0, 3, dtype=dtype))), torch.empty(0, 3, dtype=dtype))
-
-
-@check
-def all_reduce_gives_back_a_tensor_of_the_device_that_it_was_given() -> None:
-    rank, size = place()
-    got = idist.all_reduce(torch.full((3,), float(rank)))
-    assert got.device == torch.device("cpu")
-    same(got, torch.full((3,), float(sum(range(size)))))
-
-
-@check
 def all_reduce_leaves_the_neighbours_of_a_view_alone() -> None:
     size = idist.get_world_size()
     whole = here(torch.arange(6.0))

@@ -7,7 +7,11 @@ must see; its name says so.
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,6 +33,18 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 def place() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     return idist.get_rank(), idist.get_world_size()
+
+
+@contextmanager
+def folder(owner: int = 0) -> Iterator[Path]:
+    """Make a folder on the node of a rank, where all ranks see it, and that goes when all have left it."""
+    path = Path(idist.broadcast(tempfile.mkdtemp() if idist.get_rank() == owner else "", owner, safe_mode=True))
+    try:
+        yield path
+    finally:
+        idist.barrier()
+        if idist.get_rank() == owner:
+            shutil.rmtree(path)
 
 
 def in_turn(values: Iterable[T]) -> Iterator[tuple[int, T]]:

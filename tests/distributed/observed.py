@@ -1,6 +1,15 @@
-"""The variables that launchers were seen to set, for one process of a run."""
+"""What one process of a run sees: the variables that launchers were seen to set, and the devices of its machine."""
 
 from __future__ import annotations
+
+import torch
+
+
+def see(monkeypatch, kind, count):
+    """Let torch see so many devices of a kind, none of which is there."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
 def torchrun(rank, local_rank, workers, node=0, **more):

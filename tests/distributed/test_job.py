@@ -84,19 +84,26 @@ def test_a_second_initialize_is_rejected():
     idist.initialize("gloo")
 
 
-def test_a_failed_initialize_leaves_nothing():
-    def fail():
-        raise OSError("no network")
+def no_network():
+    raise OSError("no network")
 
-    with pytest.raises(OSError, match="no network"):
-        job.install(fail, debug=True)
-    assert idist.backend() is None
+
+@pytest.mark.parametrize(
+    ("begin", "error", "named"),
+    [
+        (lambda: job.install(no_network, debug=True), OSError, "no network"),
+        (lambda: idist.initialize("unknown"), ValueError, "backend must be one of"),
+        (lambda: idist.initialize("gloo", time_out=3), TypeError, r"got unknown options \['time_out'\]"),
+        (lambda: idist.initialize("gloo", rank=0), ValueError, "world_size"),
+        (lambda: idist.initialize("gloo", rank=2, world_size=2), ValueError, "rank"),
+        (lambda: idist.initialize("gloo", init_method="file:///tmp/no"), ValueError, "rank and world_size"),
+    ],
+)
+def test_a_failed_initialize_leaves_nothing(begin, error, named):
+    with pytest.raises(error, match=named):
+        begin()
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
     assert not job.current().job.compares_collectives
-    with pytest.raises(TypeError, match=r"got unknown options \['time_out'\]"):
-        idist.initialize("gloo", time_out=3)
-    assert not dist.is_initialized()
-    with pytest.raises(ValueError, match="backend must be one of"):
-        idist.initialize("unknown")
 
 
 def test_debug_mode_ends_with_the_job():
@@ -106,10 +113,10 @@ def test_debug_mode_ends_with_the_job():
     assert not job.current().job.compares_collectives
 
 
-@pytest.mark.parametrize("end", [idist.finalize, job.abandon])
-def test_finalize_destroys_an_adopted_group(end):
+@pytest.mark.parametrize("end", [idist.finalize, job.abandon, dist.destroy_process_group])
+def test_an_existing_group_is_adopted_and_dropped(end):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert idist.backend() == "gloo"
+    assert (idist.backend(), idist.get_world_size()) == ("gloo", 1)
     end()
     assert (idist.backend(), dist.is_initialized()) == (None, False)
 
@@ -225,48 +232,6 @@ def test_environment_variables_of_another_job_are_ignored():
         assert (idist.get_local_rank(), idist.get_world_size()) == (rank, 2)  # as set_local_rank told
     with told(LOCAL_RANK=7), use_fresh_adoption():
         assert idist.get_local_rank() == rank
-
-
-def test_initialize_and_finalize_leave_nothing():
-    idist.initialize("gloo", timeout=TIMEOUT)
-    try:
-        assert (idist.backend(), idist.model_name(), idist.get_rank(), idist.get_world_size()) == (
-            "gloo",
-            "native-dist",
-            0,
-            1,
-        )
-        assert idist.all_gather("x") == ["x"]
-        with pytest.raises(RuntimeError, match="finalize"):
-            idist.initialize("gloo")
-    finally:
-        idist.finalize()
-    assert (idist.backend(), dist.is_initialized()) == (None, False)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error", "named"),
-    [
-        ("glo", {}, ValueError, "glo"),
-        ("gloo", {"time_out": 3}, TypeError, "time_out"),
-        ("gloo", {"rank": 0}, ValueError, "world_size"),
-        ("gloo", {"rank": 2, "world_size": 2}, ValueError, "rank"),
-        ("gloo", {"init_method": "file:///tmp/no"}, ValueError, "rank and world_size"),
-    ],
-)
-def test_a_rejected_initialize_leaves_nothing(name, options, error, named):
-    with pytest.raises(error, match=named):
-        idist.initialize(name, **options)
-    assert (idist.backend(), dist.is_initialized()) == (None, False)
-
-
-def test_an_existing_group_is_adopted_and_dropped():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert (idist.backend(), idist.get_world_size()) == ("gloo", 1)
-    finally:
-        dist.destroy_process_group()
-    assert idist.backend() is None
 
 
 # --- processes that are forked from a rank ---------------------------------------------------------------------------
@@ -421,12 +386,19 @@ def test_threads_that_use_a_resource_first_get_the_same_one():
 # --- several jobs in one process -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def hooks_alone(monkeypatch):
+    """Keep records out of the tests of hooks, and print what the hook before the job gets."""
+    monkeypatch.setattr(job.failures, "Record", mock.Mock(side_effect=OSError("no space")))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print("Traceback", file=sys.stderr))
+
+
+@pytest.mark.usefixtures("hooks_alone")
 @pytest.mark.parametrize("wraps", ["never", "before", "after"])
 def test_the_hook_of_each_job_goes_with_it_and_reports_once(monkeypatch, wraps):
     """torch, for one, adds a hook to the present one with each group, and never removes it."""
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    monkeypatch.setattr(job.failures, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
     original = sys.excepthook
 
     def wrap():
@@ -454,6 +426,7 @@ def test_the_hook_of_each_job_goes_with_it_and_reports_once(monkeypatch, wraps):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.usefixtures("hooks_alone")
 def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, rank, leaves):
     """Also if it has left the block of the job; hooks that do more than print are called."""
     called = []
@@ -463,7 +436,6 @@ def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, 
         print("Traceback", file=sys.stderr)
 
     monkeypatch.setattr(sys, "excepthook", previous)
-    monkeypatch.setattr(job.failures, "Record", mock.Mock(side_effect=OSError("no space")))
     monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
     job.install(lambda: StoreOnly(dist.HashStore(), 1, 3))
     job.current().job.find(job.ExceptHook)._rank = rank
@@ -491,10 +463,9 @@ def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, 
         (KeyboardInterrupt(), False, ["Traceback"]),
     ],
 )
+@pytest.mark.usefixtures("hooks_alone")
 def test_the_hook_of_a_job_that_has_ended_reports_the_error_that_ended_it(monkeypatch, capsys, later, replaces, lines):
     """Also if another error has replaced that one; what comes later is passed on."""
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print("Traceback", file=sys.stderr))
-    monkeypatch.setattr(job.failures, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
     monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
     monkeypatch.setattr(Watcher, "reported_by", lambda self: nullcontext(0))
     job.install(lambda: StoreOnly(dist.HashStore(), 1, 2))

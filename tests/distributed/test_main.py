@@ -23,6 +23,7 @@ from camshaft.distributed.__main__ import backends, devices, inspect, jobs_text,
 from camshaft.distributed.backends import registry
 from camshaft.distributed.failures.record import Snapshot, find, read
 from camshaft.text import Look
+from tests.distributed.observed import see
 from tests.limits import HANG
 from tests.mpi.checking import ROOT, mpirun
 
@@ -153,22 +154,11 @@ def test_versions_are_reported_without_importing_the_libraries(monkeypatch: pyte
     assert not {"torch_xla", "horovod", "mpi4py"} & (set(sys.modules) - before)
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_accelerators_are_reported_with_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_are_reported_with_name_and_memory_or_else_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "cuda", 2)
     properties = SimpleNamespace(name="Big GPU", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert [devices()[name] for name in ("cuda:0", "cuda:1")] == ["Big GPU, 80.0 GiB"] * 2
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_an_accelerator_without_properties_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "get_device_properties")
     assert "cuda:1" in devices()
 

@@ -70,21 +70,20 @@ def test_with_equal_nodes_the_local_numbers_are_enough(place):
     assert complete(known)[0] == topology
 
 
+IMPOSSIBLE = {
+    "world_size": [0],
+    "rank": [4],
+    "local_rank": [-1, 4],
+    "local_world_size": [0, -2, 5],
+    "num_nodes": [0, -1, 5],
+    "node_rank": [-1, 4],
+}
+
+
 @pytest.mark.parametrize(
     "known",
     [
-        {"world_size": 0},
-        {"rank": 4},
-        {"local_rank": -1},
-        {"local_rank": 4},
-        {"local_world_size": 0},
-        {"local_world_size": -2},
-        {"local_world_size": 5},
-        {"num_nodes": 0},
-        {"num_nodes": -1},
-        {"num_nodes": 5},
-        {"node_rank": -1},
-        {"node_rank": 4},
+        *({name: value} for name, values in IMPOSSIBLE.items() for value in values),
         {"local_world_size": 3, "num_nodes": 3},
     ],
 )

@@ -303,5 +303,6 @@ def _explained(backend: Backend, function: str, where: str, other: int) -> Itera
     try:
         yield
     except BaseException as error:
-        explain(error, backend, [other], f"in {function} on rank {backend.topology.rank}, {where}")
+        waited_for = [other] if isinstance(other, int) else ()
+        explain(error, backend, waited_for, f"in {function} on rank {backend.topology.rank}, {where}")
         raise

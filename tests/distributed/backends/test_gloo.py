@@ -191,12 +191,6 @@ def test_a_send_is_waited_for_once():
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-@pytest.fixture
-def named_for_the_loopback(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-
-
 def store_at(address: str) -> dist.TCPStore:
     return dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False)
 
@@ -209,40 +203,31 @@ def test_addresses_that_gloo_has_not_published_yet_are_read_later(monkeypatch):
     assert gloo.addresses_of(group) == b"address"
 
 
-@pytest.mark.usefixtures("named_for_the_loopback")
-def test_ranks_that_meet_on_the_loopback_interface_need_no_other_interface():
+@pytest.mark.parametrize(
+    ("of_rank_1", "towards", "chosen", "published", "found"),
+    [
+        ("127.0.0.1", {}, None, None, None),  # all meet on the loopback interface
+        # only ranks beside the store read the addresses of the others: rank 1 tells it nothing
+        (None, {"127.0.0.1": "10.0.0.1"}, None, b"10.0.0.1", "interface with 10.0.0.1"),
+        # their own name for the interface towards another node is a loopback address
+        ("10.0.0.2", {"10.0.0.2": "10.0.0.1"}, None, None, "interface with 10.0.0.1"),
+        (None, {"127.0.0.1": "10.0.0.1"}, "of the user", b"10.0.0.1", None),
+    ],
+)
+def test_gloo_uses_the_interface_towards_the_other_nodes_unless_the_user_has_chosen_one(
+    monkeypatch, of_rank_1, towards, chosen, published, found
+):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(VARIABLE, chosen)
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    monkeypatch.setattr(gloo, "_address_towards", {"127.0.0.1": "127.0.0.1", **towards}.__getitem__)
+    monkeypatch.setattr(gloo, "_interface_with", lambda address: f"interface with {address}")
     store = dist.PrefixStore("attempt", store_at("127.0.0.1"))
-    store.set("camshaft/address/1", "127.0.0.1")
-    assert find_interface(store, 0, 2) is None
-
-
-@pytest.mark.usefixtures("named_for_the_loopback")
-def test_only_ranks_beside_the_store_read_the_addresses_of_the_others(monkeypatch):
-    monkeypatch.setattr(gloo, "_address_towards", lambda host: "10.0.0.1")
-    monkeypatch.setattr(gloo, "_interface_with", lambda address: f"interface with {address}")
-    store = store_at("127.0.0.1")  # rank 1 tells it nothing
-    assert find_interface(store, 0, 2) == "interface with 10.0.0.1"
-    assert store.get("camshaft/address/0") == b"10.0.0.1"
-
-
-@pytest.mark.usefixtures("named_for_the_loopback")
-def test_ranks_beside_the_store_use_the_interface_towards_another_node(monkeypatch):
-    """Their own name for it is a loopback address."""
-    towards = {"127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
-    monkeypatch.setattr(gloo, "_address_towards", towards.__getitem__)
-    monkeypatch.setattr(gloo, "_interface_with", lambda address: f"interface with {address}")
-    store = store_at("127.0.0.1")
-    store.set("camshaft/address/1", "10.0.0.2")
-    assert find_interface(store, 0, 2) == "interface with 10.0.0.1"
-
-
-@pytest.mark.usefixtures("named_for_the_loopback")
-def test_the_interface_of_the_user_is_kept_and_the_address_is_published(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "theirs")
-    monkeypatch.setattr(gloo, "_address_towards", lambda host: "10.0.0.1")
-    store = store_at("127.0.0.1")
-    assert find_interface(store, 0, 2) is None
-    assert store.get("camshaft/address/0") == b"10.0.0.1"
+    if of_rank_1 is not None:
+        store.set("camshaft/address/1", of_rank_1)
+    assert find_interface(store, 0, 2) == found
+    assert published is None or store.get("camshaft/address/0") == published
 
 
 def test_one_process_and_stores_without_an_address_need_no_interface():
@@ -254,18 +239,15 @@ def test_an_unknown_host_is_not_an_error():
     assert gloo._address_towards("x" * 64) == ""  # no such name can be
 
 
-@pytest.mark.parametrize(("before", "meanwhile"), [(None, "eth7"), ("", "eth7"), ("theirs", "theirs")])
-def test_the_variable_is_set_only_for_the_block_unless_the_user_has_set_it(monkeypatch, before, meanwhile):
+@pytest.mark.parametrize(
+    ("before", "found", "meanwhile"),
+    [(None, "eth7", "eth7"), ("", "eth7", "eth7"), ("theirs", "eth7", "theirs"), (None, None, None)],
+)
+def test_the_variable_is_set_only_for_the_block_unless_the_user_has_set_it(monkeypatch, before, found, meanwhile):
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
-    with pytest.raises(LookupError), using("eth7"):
-        assert os.environ[VARIABLE] == meanwhile
+    with pytest.raises(LookupError), using(found):
+        assert os.environ.get(VARIABLE) == meanwhile
         raise LookupError
     assert os.environ.get(VARIABLE) == before
-
-
-def test_without_an_interface_there_is_no_variable(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with using(None):
-        assert VARIABLE not in os.environ

@@ -30,10 +30,6 @@ from tests.ranks import on_ranks, run_on_ranks
 AFTER = 0.2  # seconds in which a thread has begun to wait
 
 
-def wait_for_async():
-    dist.all_reduce(torch.ones(3), async_op=True).wait()
-
-
 PREPARED = {}
 WAITS = {
     "all_reduce of camshaft": lambda: idist.all_reduce(torch.ones(3)),
@@ -41,7 +37,7 @@ WAITS = {
     "all_gather of camshaft": lambda: idist.all_gather("text"),
     "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
     "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000)),
-    "asynchronous all_reduce": wait_for_async,
+    "asynchronous all_reduce": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
     "barrier": dist.barrier,
     "objects": lambda: dist.all_gather_object([None] * dist.get_world_size(), "text"),
     "receive": lambda: dist.recv(torch.ones(3), dist.get_world_size() - 1),
@@ -49,12 +45,16 @@ WAITS = {
     "new group": lambda: dist.new_group(range(dist.get_world_size())),
     "new group of camshaft": lambda: idist.new_group(list(range(dist.get_world_size()))),
     "model": lambda: DistributedDataParallel(torch.nn.Linear(2, 1)),
+    "backward pass": lambda: PREPARED["loss"].backward(),
 }
+CASES = [*((wait, 2) for wait in WAITS), *((wait, 3) for wait in ("all_reduce", "new group", "backward pass"))]
 
 
 def prepare(store):
     """Make what a wait needs, and let the last rank leave when the others are done; return whether this is another."""
     PREPARED["group"] = dist.new_group(range(dist.get_world_size()))
+    PREPARED["model"] = DistributedDataParallel(torch.nn.Linear(2, 1))
+    PREPARED["loss"] = PREPARED["model"](torch.ones(3, 2)).sum()
     rank, others = dist.get_rank(), range(dist.get_world_size() - 1)
     if rank in others:
         return True
@@ -73,7 +73,7 @@ def released(wait, backend):
     return caught.value
 
 
-@pytest.mark.parametrize(("wait", "size"), [*((wait, 2) for wait in WAITS), ("all_reduce", 3), ("new group", 3)])
+@pytest.mark.parametrize(("wait", "size"), CASES)
 def test_a_rank_that_waits_over_gloo_is_released(wait, size):
     run_on_ranks(size, release_one, wait)
 
@@ -86,20 +86,6 @@ def release_one(wait):
         released(WAITS[wait], backend)
         store.set(f"done/{dist.get_rank()}", "yes")
         idist.finalize()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_backward_pass_is_released(size):
-    run_on_ranks(size, release_backward)
-
-
-def release_backward():
-    store = current().store()
-    model = DistributedDataParallel(torch.nn.Linear(2, 1))
-    if prepare(store):
-        loss = model(torch.ones(3, 2)).sum()
-        released(loss.backward, current())
-        store.set(f"done/{dist.get_rank()}", "yes")
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,31 +77,17 @@ def test_each_meeting_has_a_unique_name(order: tuple[int, ...]) -> None:
     assert len(set.union(*every)) == 3
 
 
-def host_left(store: HashStore) -> None:
-    store.set("camshaft/meeting", "dead")
+CAME = {"camshaft/dead/1": "here", "camshaft/dead/2": "here"}
+CONFIRMED = {"camshaft/dead/confirmed": rendezvous._COMPLETE}
+MISSED = {"camshaft/dead/confirmed": "1 of 3 ranks connected; missing: 1, 2"}
 
 
-def host_died_before_confirming(store: HashStore) -> None:
-    host_left(store)
-    store.set("camshaft/dead/1", "here")
-    store.set("camshaft/dead/2", "here")
-
-
-def host_confirmed(store: HashStore) -> None:
-    host_died_before_confirming(store)
-    store.set("camshaft/dead/confirmed", rendezvous._COMPLETE)
-
-
-def host_reported_missing_ranks(store: HashStore) -> None:
-    host_left(store)
-    store.set("camshaft/dead/confirmed", "1 of 3 ranks connected; missing: 1, 2")
-
-
-@pytest.mark.parametrize("leave", [host_left, host_died_before_confirming, host_confirmed, host_reported_missing_ranks])
+@pytest.mark.parametrize("left", [{}, CAME, CAME | CONFIRMED, MISSED], ids=["host", "came", "confirmed", "missed"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_leftovers_of_dead_processes_are_ignored(leave: Callable[[HashStore], None], order: tuple[int, ...]) -> None:
+def test_leftovers_of_dead_processes_are_ignored(left: dict[str, str], order: tuple[int, ...]) -> None:
     store = HashStore()
-    leave(store)
+    for key, value in {"camshaft/meeting": "dead 3", **left}.items():
+        store.set(key, value)
     found = names(come(store, order, 3))
     assert len(found) == 1
     assert found != {"dead"}
@@ -112,28 +98,36 @@ def test_the_number_of_ranks_may_change_between_meetings() -> None:
     assert len({*names(come(store, (0, 1, 2), 3)), *names(come(store, (1, 0), 2)), *names(come(store, (0,), 1))}) == 3
 
 
-def test_the_error_names_the_missing_ranks_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = wait_for_missing(monkeypatch, HashStore(), (0, 2), 4)
-    assert set(map(str, errors)) == {"2 of 4 ranks connected to the test; missing: 1, 3"}
-
-
-def test_a_missing_rank_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    (error,) = wait_for_missing(monkeypatch, HashStore(), (1,), 2)
-    assert "rank 0 did not connect to the test" in str(error)
+LATE = "rank {} has waited 10 s for rank 0, which has not reached initialize"
 
 
 @pytest.mark.parametrize(
-    ("came", "reported"),
+    ("came", "have_met", "error", "logged"),
     [
-        ((0, 2), ["rank 0 has waited 10 s for ranks that have not reached initialize: 1, 3"]),
-        ((1,), ["rank 1 has waited 10 s for rank 0, which has not reached initialize"]),
+        (
+            (0, 2),
+            False,
+            "2 of 4 ranks connected to the test; missing: 1, 3",
+            "rank 0 has waited 10 s for ranks that have not reached initialize: 1, 3",
+        ),
+        ((1,), False, "rank 0 did not connect to the test", LATE.format(1)),
+        ((2,), True, "rank 0 did not connect to the test", LATE.format(2)),  # nor did it after an earlier meeting
     ],
 )
-def test_the_log_names_missing_ranks_long_before_the_timeout(
-    came: tuple[int, ...], reported: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_missing_ranks_are_named_on_every_rank_and_logged_long_before_the_timeout(
+    came: tuple[int, ...],
+    have_met: bool,
+    error: str,
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wait_for_missing(monkeypatch, HashStore(), came, 4)
-    assert caplog.messages == reported
+    store = HashStore()
+    if have_met:
+        come(store, range(4), 4)
+    errors = wait_for_missing(monkeypatch, store, came, 4)
+    assert all(error in str(one) for one in errors)
+    assert caplog.messages == [logged]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -159,18 +153,6 @@ def test_a_rank_that_rank_0_does_not_wait_for_learns_that_it_was_told_another_si
     with pytest.raises(DistStoreError, match="told that there are 3 processes .* ranks that were told 2") as caught:
         meet(store, 2, 3, PATIENCE)
     assert caplog.messages == [str(caught.value)]
-
-
-def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = HashStore()
-    come(store, (0, 1, 2), 3)
-    for rank in (1, 2):
-        wait_for_missing(monkeypatch, store, (rank,), 3)
-    assert sorted(caplog.messages) == [
-        f"rank {rank} has waited 10 s for rank 0, which has not reached initialize" for rank in (1, 2)
-    ]
 
 
 def test_a_process_takes_the_place_of_one_that_was_killed_while_rank_0_waits() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed.backends.torch import NativeBackend, check_options, create, device_of
 from camshaft.distributed.topology import Launch, Topology
+from tests.distributed.observed import see
 from tests.distributed.test_job import use_fresh_adoption
 from tests.ranks import on_ranks
 
@@ -20,13 +21,6 @@ def ends():
     """Whatever a test leaves, the next one finds nothing."""
     yield
     idist.finalize()
-
-
-def see(monkeypatch, kind, count):
-    """Let torch see so many devices of a kind."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
 @pytest.mark.parametrize(

@@ -165,19 +165,6 @@ def test_only_errors_of_torch_point_to_the_debug_mode():
     assert len(caught.value.__notes__) == 1
 
 
-def test_ranks_and_shapes_must_be_integers():
-    for call, name in (
-        (lambda: idist.gather(3, "0"), "dst"),
-        (lambda: idist.broadcast(torch.ones(1), 1.0), "src"),
-        (lambda: idist.reduce(3, None), "dst"),
-    ):
-        with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
-            call()
-    for shapes in (5, [1], [(2, 1.0)]):
-        with pytest.raises(TypeError, match=r"shapes must hold a shape for each rank, as \(2, 3\), got"):
-            idist.all_gather_tensors_with_shapes(torch.ones(2, 1), shapes)
-
-
 @on_ranks(2)
 def test_gathered_tensors_have_no_gradient_and_a_warning_says_so():
     x = torch.ones(2, 1, requires_grad=True)

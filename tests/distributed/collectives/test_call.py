@@ -178,15 +178,6 @@ def test_a_destroyed_group_is_rejected_and_its_ranks_make_a_new_one():
     assert idist.all_reduce(1, group=[1, 0]) == 2
 
 
-def test_the_group_of_a_single_process_is_a_list():
-    group = idist.new_group(range(1))
-    assert group == [0]
-    assert idist.all_reduce(3, group=group) == 3
-    assert idist.all_gather("a", group=group) == ["a"]
-    idist.barrier(group=group)
-    assert idist.broadcast("a", group=group) == idist.scatter(["a"], group=group) == "a"
-
-
 @on_ranks(2)
 def test_a_list_of_ranks_creates_one_group():
     before = len(dist.distributed_c10d._world.pg_map)

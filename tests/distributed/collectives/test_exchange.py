@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import camshaft.distributed as idist
-from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 
 LONG = "x" * 5000
@@ -114,11 +113,6 @@ def test_safe_mode_broadcasts_tensors_that_are_not_dense():
     assert [len(one) for one in idist.broadcast(nested if here else None, safe_mode=True).unbind()] == [2, 300]
 
 
-def test_a_tensor_holds_a_value_for_each_rank_along_its_first_dimension():
-    assert idist.scatter(torch.arange(1)) == torch.tensor(0)
-    assert idist.all_to_all(torch.arange(1)) == [torch.tensor(0)]
-
-
 @on_ranks(2)
 def test_a_tensor_is_scattered_along_its_first_dimension():
     rank = idist.get_rank()
@@ -191,31 +185,6 @@ def test_an_expanded_tensor_is_rejected_before_anything_is_sent():
             call(torch.ones(2).expand(3, 2))
     assert idist.all_gather(torch.ones(1).expand(3)).tolist() == [1.0] * 6
     assert idist.reduce(torch.ones(1).expand(3), dst=1) is None or idist.get_rank() == 1
-
-
-@on_ranks(2)
-def test_ranks_in_arguments_are_integers_of_the_group():
-    for call in (lambda rank: idist.broadcast(1, src=rank), lambda rank: idist.gather(1, dst=rank)):
-        for rank in ("0", 0.5, None, [0]):
-            with pytest.raises(TypeError, match="must be an integer, got"):
-                call(rank)
-        for rank in (-1, 2):
-            with pytest.raises(ValueError, match=r"must be a rank of the group \[0, 1\], got"):
-                call(rank)
-    assert idist.broadcast(idist.get_rank(), src=torch.tensor(1)) == 1  # whatever is an index
-    for ranks in ([0, 0], [], [-1], [0, 2], [0.0], (0, 2), "01", [[0]]):
-        with pytest.raises(ValueError, match="^(ranks|group) must be"):
-            idist.all_reduce(1, group=ranks)
-
-
-@on_ranks(2)
-def test_groups_of_torch_on_ranks_outside_of_them():
-    mine = dist.new_group([1])
-    assert idist.all_reduce(3, group=mine) == 3
-    assert idist.all_gather("x", group=mine) == (["x"] if idist.get_rank() == 1 else "x")
-    if idist.get_rank() == 0:
-        with pytest.raises(RankDivergenceError, match="not in its group"):
-            idist.gather(1, group=mine)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import time
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed.collectives import messages
+from camshaft.distributed.collectives.values import bytes_of
 from camshaft.distributed.failures.waiting import only
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
@@ -35,24 +35,20 @@ def one_of(dtype):
 
 
 def same(got, wanted):
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    assert got.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).tolist() == raw(wanted).tolist()
-
-
-def raw(tensor):
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    assert (got.dtype, got.shape, bytes_of(got)) == (wanted.dtype, wanted.shape, bytes_of(wanted.detach()))
 
 
 def transfers():
     return current().job.resource(messages.Transfers)
 
 
-def exchanged(value, **options):
-    """Send a value to the other of two ranks, which sends the same, and give what it sent."""
-    other = 1 - idist.get_rank()
+def exchanged(value, other=None, **options):
+    """Send a value to the other of two ranks, or to a given one, which sends the same, and give what it sent."""
+    with_all, other = other is None, 1 - idist.get_rank() if other is None else other
     idist.isend(value, other, **options)
     got = idist.recv(other, **options)
-    idist.barrier()  # what was sent has been received when the ranks end
+    if with_all:
+        idist.barrier()  # what was sent has been received when the ranks end
     return got
 
 
@@ -139,20 +135,6 @@ def test_tensors_of_any_shape_and_order_of_dimensions_arrive_as_they_are(drawn):
 
 
 @on_ranks(2)
-def test_out_is_filled_whatever_its_layout():
-    for out in (
-        torch.zeros(2, 3),
-        torch.zeros(3, 2).t(),
-        torch.zeros(2, 6)[:, ::2],
-        torch.zeros(2, 3).requires_grad_(),
-    ):
-        idist.isend(torch.arange(6.0).view(2, 3), 1 - idist.get_rank())
-        assert idist.recv(1 - idist.get_rank(), out=out) is out
-        assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
-    idist.barrier()
-
-
-@on_ranks(2)
 def test_out_that_does_not_fit_raises_on_every_wait_and_is_unchanged():
     other = 1 - idist.get_rank()
     out = torch.zeros(2, 3)
@@ -188,17 +170,6 @@ def test_large_messages_to_all_may_be_waited_for_before_any_is_received():
         for tag in (7, 0):
             got = idist.recv(other, tag=tag)
             assert got.aminmax() == (other + 10 * tag, other + 10 * tag)
-    idist.barrier()
-
-
-@on_ranks(4)
-def test_a_ring_of_large_messages_turns():
-    rank = idist.get_rank()
-    value = torch.full((1 << 20,), float(rank))
-    for _ in range(4):
-        idist.isend(value, (rank + 1) % 4).wait()
-        value = idist.recv((rank - 1) % 4)
-    assert value.unique().tolist() == [rank]
     idist.barrier()
 
 
@@ -301,19 +272,7 @@ def test_send_waits_again_when_no_irecv_is_in_progress():
 
 
 @on_ranks(2)
-def test_a_dropped_handle_drops_its_message_only():
-    if idist.get_rank() == 1:
-        idist.irecv(0)
-        gc.collect()
-        assert idist.recv(0) == "second"
-    else:
-        idist.send("first", 1)
-        idist.send("second", 1)
-    idist.barrier()
-
-
-@on_ranks(2)
-def test_what_is_kept_for_dropped_handles_does_not_grow():
+def test_a_dropped_handle_drops_its_message_only_and_nothing_piles_up():
     if idist.get_rank() == 1:
         for number in range(50):
             idist.irecv(0)
@@ -337,43 +296,19 @@ def test_groups_keep_their_messages_apart_and_name_global_ranks():
     if rank == 0:
         for text, where in (("world", None), ("group", group), ("handle", handle)):
             idist.isend(text, 2, group=where)
-    if rank == 2:
-        assert idist.recv(0, group=handle) == "handle"
-        assert idist.recv(0, group=group) == "group"
-        assert idist.recv(0) == "world"
-    if rank == 1:
-        for call in (lambda: idist.isend(1, 0, group=group), lambda: idist.irecv(0, group=handle)):
-            with pytest.raises(
-                RankDivergenceError, match=r"i(send|recv) was called on rank 1, which is not in its group"
-            ):
-                call()
-    elif rank == 0:
+        idist.send("listed", 2, group=[0, 2])
         with pytest.raises(ValueError, match=r"dst must be another rank of the group, one of \[2\], got 1"):
             idist.send(1, 1, group=group)
-    listed = [0, 2] if rank != 1 else None  # a list is made into a group by all ranks, once
-    if rank == 1:
-        with pytest.raises(RankDivergenceError, match="not in its group"):
-            idist.send(1, 0, group=[0, 2])
-    elif rank == 0:
-        idist.send("listed", 2, group=listed)
+    elif rank == 2:
+        assert idist.recv(0, group=handle) == "handle"
+        assert idist.recv(0, group=group) == "group"
+        assert idist.recv(0, group=[0, 2]) == "listed"  # the same group
+        assert idist.recv(0) == "world"
     else:
-        assert idist.recv(0, group=listed) == "listed"
+        for named in (group, handle, [0, 2]):
+            with pytest.raises(RankDivergenceError, match=r"irecv was called on rank 1, which is not in its group"):
+                idist.irecv(0, group=named)
     idist.barrier()
-
-
-@pytest.mark.parametrize("dst", [0, 2, -1, None, 0.5, "1", [1]])
-def test_invalid_ranks_are_rejected(dst):
-    for function, name in ((lambda: idist.isend(1, dst), "dst"), (lambda: idist.irecv(dst), "src")):
-        with pytest.raises(ValueError, match=f"{name} must be another rank of the group, one of"):
-            run_alone(function)
-
-
-@pytest.mark.parametrize("tag", [-1, 16384, 0.5, None, "a"])
-def test_invalid_tags_are_rejected(tag):
-    with pytest.raises(ValueError, match=r"tag must be an integer in \[0, 16384\)"):
-        run_alone(lambda: idist.isend(1, 1, tag=tag))
-    with pytest.raises(ValueError, match=r"tag must be an integer in \[0, 16384\)"):
-        run_alone(lambda: idist.recv(1, tag=tag))
 
 
 def run_alone(function):
@@ -406,15 +341,10 @@ def test_messages_to_ranks_outside_of_the_block_raise():
         idist.send(1, (rank + 1) % 3)
     if rank != 1:
         with only([0, 2], "what the even ranks do", "here"):
-            assert exchanged_with(2 - rank) == "both are here"
+            assert exchanged("both are here", 2 - rank) == "both are here"
             with pytest.raises(RankDivergenceError, match="what the even ranks do"):
                 idist.send(1, 1)
     idist.barrier()
-
-
-def exchanged_with(other):
-    idist.isend("both are here", other)
-    return idist.recv(other)
 
 
 def test_errors_say_which_message():
@@ -457,16 +387,6 @@ def test_errors_while_waiting_say_which_message():
             call()
         assert where in caught.value.__notes__
     assert not transfers().awaited
-
-
-@on_ranks(2)
-def test_values_that_cannot_be_pickled_are_rejected_before_anything_is_sent():
-    if idist.get_rank() == 0:
-        with pytest.raises(TypeError, match="picklable"):
-            idist.isend(lambda: 1, 1)
-        idist.send("fine", 1)
-    else:
-        assert idist.recv(0) == "fine"
 
 
 # --- the end, and memory -----------------------------------------------------------------------------------------

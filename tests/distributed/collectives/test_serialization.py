@@ -21,7 +21,6 @@ from camshaft.distributed.collectives.values import (
     CPU,
     ROOM,
     ROW,
-    Buffer,
     bytes_of,
     decode,
     encode,
@@ -167,9 +166,3 @@ def test_a_refusal_raises_where_it_is_read(kind, text, rank):
     rows = rows_of([b"x", refusal(kind(text), rank)], CPU)
     with pytest.raises(kind, match=f"rank {rank} cannot take part"):
         read_rows(rows.read())
-
-
-def test_a_buffer_shares_memory_with_its_tensor():
-    parcel = Buffer(bytearray(2), CPU)
-    parcel.tensor += 1
-    assert bytes(parcel.read()) == b"\1\1"

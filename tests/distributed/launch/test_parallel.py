@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.registry import choose
 from camshaft.distributed.environments import detect
 from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.topology import Launch, Topology
+from tests.distributed.observed import horovod, mpich, open_mpi, see, step, torchrun
 from tests.limits import HANG, TIMEOUT
 from tests.ranks import run_on_ranks
+from tests.torchrun.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LOGGER = "camshaft.distributed.launcher.Parallel"
@@ -55,21 +56,14 @@ def test_without_a_backend_the_function_runs_here_and_its_value_is_given():
     with idist.Parallel() as parallel:
         assert parallel.run(give, 1, more=2) == (0, 0, 1, None, (1,), {"more": 2})
         assert parallel.run(give) == (0, 0, 1, None, (), {})
-
-
-def test_without_a_backend_what_is_for_initialize_or_spawn_plays_no_part():
-    with idist.Parallel(init_method="tcp://a:1", start_method="fork", unknown=3) as parallel:
+    with idist.Parallel(init_method="tcp://a:1", start_method="fork", unknown=3) as parallel:  # which play no part
         assert parallel.run(give)[3] is None
 
 
-def test_the_init_method_is_an_attribute_like_the_backend():
-    assert idist.Parallel().init_method is None
-    parallel = idist.Parallel(backend="gloo", init_method="env://")
-    assert (parallel.backend, parallel.init_method) == ("gloo", "env://")
-
-
 def test_one_process_may_have_a_backend():
-    with idist.Parallel("gloo", timeout=TIMEOUT) as parallel:
+    assert idist.Parallel().init_method is None
+    with idist.Parallel("gloo", init_method="env://", timeout=TIMEOUT) as parallel:
+        assert (parallel.backend, parallel.init_method) == ("gloo", "env://")
         assert parallel.run(give, 5) == (0, 0, 1, "gloo", (5,), {})
     assert not dist.is_initialized()
     assert idist.backend() is None
@@ -137,10 +131,6 @@ def test_an_init_method_needs_no_launcher(tmp_path, method):
     assert list(tmp_path.iterdir()) == []
 
 
-def free_port():
-    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False).port
-
-
 def meet_at(where):
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -159,10 +149,6 @@ def write(local_rank, folder, text):
     Path(folder, str(idist.get_rank())).write_text(f"{text} {idist.all_reduce(1)}")
 
 
-def fail_anywhere(local_rank):
-    raise OSError("disk full")
-
-
 def test_new_processes_run_the_function(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger=LOGGER)
     with idist.Parallel("gloo", nproc_per_node=2, start_method="forkserver") as parallel:
@@ -174,15 +160,6 @@ def test_new_processes_run_the_function(tmp_path, caplog):
     assert "'gloo'" in begin
     assert [line.strip() for line in parameters] == ["nproc_per_node: 2", "start_method: forkserver"]
     assert ["starts in 2 new processes" in line for line in lines(caplog)[3:]] == [True, False, True, False]
-
-
-def test_an_error_in_a_new_process_comes_out():
-    with (
-        pytest.raises(ProcessRaisedException, match="OSError: disk full"),
-        idist.Parallel("gloo", nproc_per_node=1, start_method="forkserver") as parallel,
-    ):
-        parallel.run(fail_anywhere)
-    assert idist.backend() is None
 
 
 def test_spawn_gets_what_was_given_and_nothing_else(monkeypatch):
@@ -229,31 +206,32 @@ def test_without_a_backend_there_is_nothing_to_start(name):
         idist.Parallel(**{name: 0})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"nproc_per_node": 0}, "nproc_per_node must be a positive integer, got 0"),
-        ({"nproc_per_node": -1}, "nproc_per_node must be a positive integer, got -1"),
-        ({"nproc_per_node": "2"}, "nproc_per_node must be a positive integer, got '2'"),
-        ({"nproc_per_node": True}, "nproc_per_node must be a positive integer, got True"),
-        ({"nnodes": 0}, "nnodes must be a positive integer, got 0"),
-        ({"nnodes": -1}, "nnodes must be a positive integer, got -1"),
-        ({"nnodes": 2}, "node_rank must be given with nnodes=2"),
-        ({"nnodes": 2, "node_rank": 2}, r"node_rank must be an integer in \[0, 2\), got 2"),
-        ({"nnodes": 2, "node_rank": -1}, r"node_rank must be an integer in \[0, 2\), got -1"),
-        ({"node_rank": 1}, r"node_rank must be an integer in \[0, 1\), got 1"),
-        ({"nnodes": 2, "node_rank": 0}, "master_addr and master_port, or init_method, must be given with nnodes=2"),
-        ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, "got 'a' and None"),
-        ({"nnodes": 2, "node_rank": 0, "master_port": 1}, "got None and 1"),
-        ({"master_port": "a"}, r"master_port must be a number in \[1, 65535\], got 'a'"),
-        ({"master_port": 70000}, "got 70000"),
-        ({"master_addr": "a", "init_method": "tcp://a:1"}, "must not be given with init_method='tcp://a:1'"),
-    ],
-)
-def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):
-    for backend in ("gloo", "auto"):
-        with pytest.raises(ValueError, match=message):
-            idist.Parallel(backend, **{"nproc_per_node": 1, **arguments})
+IMPOSSIBLE_NODES = [  # for spawn too
+    ({"nproc_per_node": 0}, "nproc_per_node must be a positive integer, got 0"),
+    ({"nproc_per_node": 2.0}, "nproc_per_node must be a positive integer, got 2.0"),
+    ({"nproc_per_node": True}, "nproc_per_node must be a positive integer, got True"),
+    ({"nnodes": -1}, "nnodes must be a positive integer, got -1"),
+    ({"nnodes": 2}, "node_rank must be given with nnodes=2"),
+    ({"nnodes": 2, "node_rank": 2}, r"node_rank must be an integer in \[0, 2\), got 2"),
+    ({"node_rank": -1}, r"node_rank must be an integer in \[0, 1\), got -1"),
+    ({"node_rank": "0"}, r"node_rank must be an integer in \[0, 1\), got '0'"),
+    ({"node_rank": False}, r"node_rank must be an integer in \[0, 1\), got False"),
+    ({"nnodes": 2, "node_rank": 0}, "master_addr and master_port, or init_method, must be given with nnodes=2"),
+    ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, "got 'a' and None"),
+    ({"nnodes": 2, "node_rank": 0, "master_port": 1}, "got None and 1"),
+    ({"master_port": "a"}, r"master_port must be a number in \[1, 65535\], got 'a'"),
+    ({"master_port": 0}, r"master_port must be a number in \[1, 65535\], got 0"),
+    ({"master_port": 70000}, "got 70000"),
+    ({"master_addr": "a", "init_method": "tcp://a:1"}, "must not be given with init_method='tcp://a:1'"),
+    ({"init_method": 3}, "init_method must be 'env://', 'file://...' or 'tcp://...', got 3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), IMPOSSIBLE_NODES)
+@pytest.mark.parametrize("backend", ["gloo", "auto"])
+def test_nodes_that_cannot_be_are_refused_at_once(backend, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        idist.Parallel(backend, **{"nproc_per_node": 1, **arguments})
 
 
 @pytest.mark.parametrize("arguments", [{}, {"nproc_per_node": 1}])
@@ -278,35 +256,25 @@ def test_what_is_for_new_processes_is_ignored_with_a_warning_that_names_the_line
         assert parallel.run(give)[3] == "gloo"
 
 
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "a,b",
-}
-
-
 @pytest.mark.parametrize(
     ("name", "environ", "nnodes", "is_refused"),
     [
-        ("torchrun", "TORCHRUN", None, True),
-        ("torchrun", "TORCHRUN", 2, True),
-        ("mpirun", "OPEN_MPI", None, True),
-        ("mpirun", "MPICH", None, True),
-        ("horovodrun", "HOROVODRUN", None, True),
-        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "1"}, None, True),
-        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "2"}, None, True),
-        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "2"}, 3, True),
-        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "2"}, 2, False),  # one process on each node starts those of the node
-        ("srun", SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, None, False),
+        ("torchrun", torchrun(1, 1, [2]), None, True),
+        ("torchrun", torchrun(1, 1, [2]), 2, True),
+        ("mpirun", open_mpi(0, 2, 0, 2), None, True),
+        ("mpirun", mpich(1, 2, 1, 2), None, True),
+        ("horovodrun", horovod(0, 2, 0, 2, 0, 1), None, True),
+        ("srun", step(0, 0, [2]), None, True),
+        ("srun", step(0, 0, [1, 1]), None, True),
+        ("srun", step(0, 0, [1, 1]), 3, True),
+        ("srun", step(0, 0, [1, 1]), 2, False),  # one process on each node starts those of the node
+        ("srun", step(0, 0, [1]), None, False),
         ("mpirun", {"OMPI_COMM_WORLD_RANK": "0"}, None, False),  # nothing that counts
-        ("a worker of torchrun", "TORCHRUN", None, False),
+        ("a worker of torchrun", torchrun(1, 1, [2]), None, False),
     ],
 )
 def test_no_process_of_a_launcher_starts_processes_that_are_there(monkeypatch, name, environ, nnodes, is_refused):
-    for variable, value in (globals()[environ] if isinstance(environ, str) else environ).items():
+    for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(launch.environments, "torchrun_agent", lambda environ: 1 if name == "torchrun" else None)
     monkeypatch.setattr(launch, "_spawn", wraps(launch._spawn)(lambda *args, **kwargs: "started"))
@@ -343,23 +311,9 @@ def test_nothing_configures_the_logger():
 
 # --- backend="auto" ----------------------------------------------------------------------------------------------
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "0",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-HOROVODRUN = {
-    "HOROVOD_RANK": "0",
-    "HOROVOD_SIZE": "2",
-    "HOROVOD_LOCAL_RANK": "0",
-    "HOROVOD_LOCAL_SIZE": "2",
-    "HOROVOD_CROSS_RANK": "0",
-    "HOROVOD_CROSS_SIZE": "1",
-    "HOROVOD_CONTROLLER": "gloo",
-}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = torchrun(1, 1, [2])
+OPEN_MPI = open_mpi(0, 2, 0, 2)
+HOROVODRUN = horovod(0, 2, 0, 2, 0, 1)
 ALL = ("nccl", "gloo", "mpi", "xla-tpu", "horovod")
 WITHOUT_NCCL = ("gloo", "mpi")
 ONE_MPS = (
@@ -394,16 +348,8 @@ ONE_MPS = (
     ],
 )
 def test_auto_chooses_by_launcher_and_devices(monkeypatch, environ, nproc, devices, available, backend, why):
-    kind, count = devices or (None, 0)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: Device(kind))
+    see(monkeypatch, *(devices or (None, 0)))
     assert choose(environ, detect(environ), nproc, available) == (backend, why)
-
-
-class Device:
-    def __init__(self, kind):
-        self.type = kind
 
 
 def test_auto_chooses_mpi_for_a_step_of_slurm_that_serves_it():
@@ -476,7 +422,7 @@ def test_no_warning_is_given_without_need():
 
 
 def test_without_a_backend_a_process_of_several_is_told_that_it_runs_alone(monkeypatch):
-    for name, value in MPICH.items():
+    for name, value in mpich(1, 2, 1, 2).items():
         monkeypatch.setenv(name, value)
     with pytest.warns(UserWarning, match="a launcher started 2 processes, but backend is None") as caught:
         parallel = idist.Parallel().__enter__()

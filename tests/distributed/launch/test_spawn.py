@@ -11,7 +11,6 @@ import gc
 import json
 import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -31,12 +30,15 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.registry import module_of
-from camshaft.distributed.launch import commands, work
 from camshaft.distributed.launch import spawn as launch
+from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
+from tests.distributed.launch.test_parallel import IMPOSSIBLE_NODES
+from tests.distributed.observed import batch, torchrun
 from tests.guards import children, is_running
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 from tests.ranks import context
+from tests.torchrun.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 start = functools.partial(idist.spawn, start_method="forkserver", timeout=TIMEOUT)
@@ -120,19 +122,8 @@ def leave(local_rank, how, what):
     LEAVE[how]() if local_rank == 1 else WAIT[what]()
 
 
-LEAVE = {
-    "returns": lambda: None,
-    "exits": lambda: sys.exit(0),
-    "finalizes": idist.finalize,
-    "exits at once": lambda: os._exit(0),
-}
-WAIT = {
-    "collective": lambda: idist.all_reduce(1),
-    "object": lambda: idist.all_gather("text"),
-    "recv": lambda: idist.recv(1),
-    "send": lambda: idist.send(1, 1),
-    "torch": lambda: dist.all_reduce(torch.ones(1)),
-}
+LEAVE = {"returns": lambda: None, "finalizes": idist.finalize, "exits at once": lambda: os._exit(0)}
+WAIT = {"collective": lambda: idist.all_reduce(1), "torch": lambda: dist.all_reduce(torch.ones(1))}
 
 
 def note_what_the_others_learn(local_rank, folder):
@@ -186,11 +177,6 @@ def test_processes_know_their_place_and_what_they_were_given(tmp_path):
     assert not dist.is_initialized()
 
 
-def free_port():
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    return store.port
-
-
 @pytest.mark.parametrize("meeting", ["address", "file", "tcp"])
 def test_two_nodes_on_one_host_find_each_other(tmp_path, meeting):
     where = {
@@ -227,45 +213,6 @@ def test_processes_may_begin_anew_with_what_the_environment_says():
 def test_debug_mode_reaches_the_processes():
     with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
-
-
-@pytest.fixture
-def begun(monkeypatch):
-    """Record the debug mode of backends that are not installed here."""
-    calls = []
-    monkeypatch.setattr(work, "install", lambda create, **options: calls.append(options))
-    for module in (launch, commands):
-        monkeypatch.setattr(module, "module_of", lambda name: SimpleNamespace(create=print))
-    return calls
-
-
-def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun, tmp_path):
-    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(run=lambda function, num_proc: function()))
-    monkeypatch.setitem(sys.modules, "cloudpickle", pickle)
-
-    def run(command, function, task, processes):
-        (tmp_path / "task").write_bytes(task)
-        function(str(tmp_path))
-
-    monkeypatch.setattr(commands, "_run_command", run)
-    commands.spawn_horovod("horovod", (print, (), {}, {"debug": True}), 1)
-    assert begun == [{"debug": True}]
-
-
-def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
-    runtime = SimpleNamespace(device_type=lambda: "CPU")
-    here = SimpleNamespace(spawn=lambda function, task, **options: function(0, *task))
-    distributed = SimpleNamespace(xla_multiprocessing=here)
-    modules = {
-        "torch_xla": SimpleNamespace(distributed=distributed, runtime=runtime),
-        "torch_xla.distributed": distributed,
-        "torch_xla.distributed.xla_multiprocessing": here,
-        "torch_xla.runtime": runtime,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    launch._spawn_xla("xla-tpu", (print, (), {}, {"debug": True}), 1)
-    assert begun == [{"debug": True}]
 
 
 class Started:
@@ -361,34 +308,25 @@ def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "text"),
+    ("how", "code", "text"),
     [
-        ("raises", ProcessRaisedException, r"process 1 failed:\nTraceback(.|\n)*StubbornError: beginningxxxend"),
-        ("is interrupted", ProcessRaisedException, r"process 1 failed:\nTraceback(.|\n)*KeyboardInterrupt"),
-        ("exits", ProcessExitedException, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
-        ("exits with a text", ProcessExitedException, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
-        ("exits with a code that becomes 0", ProcessExitedException, "process 1 exited with code 256"),
-        ("exits at once", ProcessExitedException, "process 1 exited with code 5 without reporting an exception"),
-        ("is killed", ProcessExitedException, "process 1 was terminated by SIGKILL"),
+        ("raises", None, r"process 1 failed:\nTraceback(.|\n)*StubbornError: beginningxxxend"),
+        ("is interrupted", None, r"process 1 failed:\nTraceback(.|\n)*KeyboardInterrupt"),
+        ("exits", 3, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
+        ("exits with a text", 1, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
+        ("exits with a code that becomes 0", 256, "process 1 exited with code 256"),
+        ("exits at once", 5, "process 1 exited with code 5 without reporting an exception"),
+        ("is killed", -9, "process 1 was terminated by SIGKILL"),
     ],
 )
-def test_the_first_failure_is_told_and_all_processes_end(how, kind, text):
-    with pytest.raises(kind, match=text) as caught:
-        start("gloo", fail, (how,), nproc_per_node=2)
-    assert caught.value.error_index == 1
-    assert caught.value.__reduce__()[1][2] > 0  # the process id: an attribute that older versions of torch call `pid`
-    assert (
-        getattr(caught.value, "exit_code", 0) == {"exits": 3, "is killed": -9}.get(how, caught.value.exit_code)
-        if (kind is ProcessExitedException)
-        else True
-    )
-
-
-def test_the_failure_is_told_again():
-    processes = start("gloo", fail, ("raises",), nproc_per_node=2, join=False)
+def test_the_first_failure_is_told_each_time_and_all_processes_end(how, code, text):
+    processes = start("gloo", fail, (how,), nproc_per_node=2, join=False)
     for _ in range(2):
-        with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+        with pytest.raises(ProcessRaisedException if code is None else ProcessExitedException, match=text) as caught:
             processes.join()
+        assert caught.value.error_index == 1
+        assert caught.value.__reduce__()[1][2] > 0  # the process id, which older versions of torch call `pid`
+        assert getattr(caught.value, "exit_code", None) == code
 
 
 def fail_when_told(local_rank, folder):
@@ -423,10 +361,7 @@ LEFT = "RankFailedError: rank 1 has left the run without an error; (it had calle
     ("how", "what", "text"),
     [
         ("returns", "collective", f"{LEFT} waits for it in all_reduce at .*test_spawn.py:\\d+ in <lambda>"),
-        ("exits", "object", f"{LEFT} waits for it in all_gather at .*test_spawn.py:\\d+ in <lambda>"),
-        ("finalizes", "recv", f"{LEFT}(.|\\n)*in recv on rank 0, from rank 1, tag 0"),
-        ("returns", "send", f"{LEFT}(.|\\n)*in send on rank 0, to rank 1, tag 0"),
-        ("returns", "torch", f"line \\d+, in leave(.|\\n)*{LEFT}"),
+        ("finalizes", "torch", f"line \\d+, in leave(.|\\n)*{LEFT}"),
         (
             "exits at once",
             "collective",
@@ -495,23 +430,10 @@ def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypa
         ({"fn": "print"}, TypeError, "fn must be callable, got 'print'"),
         ({"args": 3}, TypeError, "args must be a tuple, got 3"),
         ({"args": "ab"}, TypeError, "args must be a tuple, got 'ab'"),
-        ({"nproc_per_node": 0}, ValueError, "nproc_per_node must be a positive integer, got 0"),
-        ({"nproc_per_node": 2.0}, ValueError, "nproc_per_node must be a positive integer, got 2.0"),
-        ({"nnodes": 0}, ValueError, "nnodes must be a positive integer, got 0"),
-        ({"nnodes": 2}, ValueError, "node_rank must be given with nnodes=2"),
-        ({"nnodes": 2, "node_rank": 2}, ValueError, r"node_rank must be an integer in \[0, 2\), got 2"),
-        ({"node_rank": 1}, ValueError, r"node_rank must be an integer in \[0, 1\), got 1"),
-        ({"nnodes": 2, "node_rank": 0}, ValueError, "master_addr and master_port, or init_method, must be given"),
-        ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, ValueError, "got 'a' and None"),
-        ({"node_rank": "0"}, ValueError, r"node_rank must be an integer in \[0, 1\), got '0'"),
-        ({"node_rank": False}, ValueError, r"node_rank must be an integer in \[0, 1\), got False"),
-        ({"init_method": "file:///x", "master_port": 1}, ValueError, "must not be given with init_method='file:///x'"),
-        ({"init_method": 3}, ValueError, "init_method must be 'env://', 'file://...' or 'tcp://...', got 3"),
-        ({"master_port": "x"}, ValueError, r"master_port must be a number in \[1, 65535\], got 'x'"),
-        ({"master_port": 0}, ValueError, r"master_port must be a number in \[1, 65535\], got 0"),
         ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] are computed from nproc_per_node"),
         ({"time_out": 3}, TypeError, r"backend 'gloo' got unknown options \['time_out'\]"),
         ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
+        *((arguments, ValueError, message) for arguments, message in IMPOSSIBLE_NODES),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(arguments, error, message):
@@ -725,25 +647,9 @@ if __name__ == "__main__":
     with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
-# As in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes.
-IN_SLURM = {
-    "SLURM_JOB_ID": "12345",
-    "SLURM_STEP_ID": str(0xFFFFFFFB),  # that of the batch script
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_JOB_NODELIST": "node[1-2]",
-    "SLURM_JOB_NUM_NODES": "2",
-}
-UNDER_TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "job",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "1",
-}
+# as in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes
+IN_SLURM = {**batch([2, 2]), "SLURM_STEP_ID": str(0xFFFFFFFB)}  # that of the batch script
+UNDER_TORCHRUN = torchrun(3, 1, [2, 2], node=1)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 import camshaft.distributed as idist
 from camshaft.distributed.topology import Topology
+from tests.distributed.observed import see
 from tests.distributed.test_ranks import Somewhere, at_rank
 from tests.ranks import on_ranks
 
@@ -148,8 +149,7 @@ def test_without_a_context_all_gpus_are_used_and_it_is_logged(monkeypatch, caplo
             super().__init__()
             self.module = module
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    see(monkeypatch, "cuda", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn, "DataParallel", Wrapped)
     caplog.set_level(logging.INFO, logger="camshaft.distributed.auto.auto_model")

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import camshaft.distributed as idist
-from tests.distributed.test_layouts import LAYOUTS
+from tests.distributed.models.test_auto import close
+from tests.distributed.test_layouts import LAYOUTS, whole_weights
 from tests.ranks import on_ranks
 from tests.threads import on_threads
 
@@ -49,15 +50,10 @@ PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 INPUTS = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def weights(model):
-    """Return the whole parameters of a model in any layout."""
-    return [getattr(one, "full_tensor", one.clone)() for one in (tensor.detach() for tensor in model.parameters())]
-
-
 def of_rank_0(seed):
     """Return a model whose weights differ between ranks, and the whole weights that rank 0 has."""
     torch.manual_seed(seed)
-    wanted = weights(Net())
+    wanted = whole_weights(Net())
     torch.manual_seed(seed + idist.get_rank())
     return Net(), wanted
 
@@ -65,11 +61,6 @@ def of_rank_0(seed):
 def sharded_modules(model):
     found = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return [name.replace("._checkpoint_wrapped_module", "") for name in found]
-
-
-def close(got, wanted):
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 # --- what is rejected, before anything is changed --------------------------------------------------------------------
@@ -135,7 +126,7 @@ def test_each_layout_starts_with_the_weights_of_rank_0():  # tests/distributed/t
         keys = net.state_dict().keys()
         model = idist.auto_model(net, mesh=mesh, tensor_plan=PLAN if "tp" in sizes else None)
         assert isinstance(model, DistributedDataParallel) == (sizes == {"dp_replicate": 4})
-        close(weights(model), wanted)
+        close(whole_weights(model), wanted)
         assert sharded_modules(net) == ([] if sizes in WHOLE else ["", "blocks.0", "blocks.1"])
         assert net.state_dict().keys() == keys
         if is_recomputed := "dp_shard" in sizes:  # as on the page about sharding
@@ -144,31 +135,6 @@ def test_each_layout_starts_with_the_weights_of_rank_0():  # tests/distributed/t
         net.blocks[0].up.register_forward_pre_hook(lambda *of_hook, forwards=forwards: forwards.append(1))
         model(INPUTS).square().mean().backward()
         assert len(forwards) == (2 if is_recomputed else 1)
-
-
-@on_ranks(4)
-def test_each_rank_holds_its_part_of_the_weights_and_of_the_state_of_the_optimizer():
-    def held(tensors):
-        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
-
-    whole = held(Net().parameters())
-    for sizes, part in (
-        ({"dp_shard": 4}, 4),
-        ({"dp_replicate": 2, "dp_shard": 2}, 2),
-        ({"dp_shard": 2, "tp": 2}, None),
-    ):
-        mesh = idist.make_mesh(**sizes)
-        model = idist.auto_model(Net(), mesh=mesh, shard=[Block], tensor_plan=PLAN if "tp" in sizes else None)
-        optimizer = idist.auto_optim(AdamW(model.parameters()))
-        model(INPUTS).sum().backward()
-        optimizer.step()
-        moments = [one[name] for one in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        assert held(moments) == 2 * held(model.parameters())
-        if part:
-            assert held(model.parameters()) == whole / part
-        else:
-            split = [one for block in Net().blocks for one in (block.up.weight, block.up.bias, block.down.weight)]
-            assert held(model.parameters()) == whole / 2 - held(split) / 4
 
 
 @on_ranks(2)
@@ -238,7 +204,7 @@ def test_a_model_on_the_meta_device_is_initialized_after_it_was_sharded():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    assert torch.equal(weights(model)[0], torch.full((4, 8), 0.5))
+    assert torch.equal(whole_weights(model)[0], torch.full((4, 8), 0.5))
 
 
 @on_ranks(2)
@@ -273,7 +239,7 @@ def test_a_model_that_is_tensor_parallel_by_hand_is_sharded_along_the_other_axes
     net, wanted = of_rank_0(5)
     model = idist.auto_model(parallelize_module(net, mesh["tp"], PLAN), mesh=mesh)
     assert sharded_modules(model) == ["", "blocks.0", "blocks.1"]
-    close(weights(model), wanted)
+    close(whole_weights(model), wanted)
 
 
 # --- optimizers that were created too early --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from camshaft.distributed.job import current
 from camshaft.distributed.models.replicas import _checksums, register
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import Checkpoint
-from tests.ranks import on_ranks, run_on_ranks
+from tests.ranks import on_ranks
 
 
 def network():
@@ -84,16 +84,15 @@ def compiled():
     return trainer_of(model, model_fn=lambda model, x: model._orig_mod.module(x)), "0.weight"
 
 
-FORMS = [unfrozen_after_wrapping, frozen_as_a_whole, called_without_the_wrapper, loaded_on_one_rank]
-
-
-@pytest.mark.parametrize("form", [*FORMS, wrapped_by_hand, compiled])
-def test_replicas_that_drift_apart_are_reported_once_with_the_first_parameter(form):
-    drifts(form)
+FORMS = [
+    *(unfrozen_after_wrapping, frozen_as_a_whole, called_without_the_wrapper, loaded_on_one_rank),
+    *(wrapped_by_hand, compiled),
+]
 
 
 @on_ranks(2)
-def drifts(form):
+@pytest.mark.parametrize("form", FORMS)
+def test_replicas_that_drift_apart_are_reported_once_with_the_first_parameter(form):
     trainer, name = form()
     messages = messages_of(lambda: trainer.run(idist.auto_dataloader(samples(), batch_size=4), max_epochs=3))
     (report,) = [message for part in messages for message in part]
@@ -101,7 +100,8 @@ def drifts(form):
     assert "ranks 0 and 1" in report or "ranks 1 and 0" in report
 
 
-def save(folder):
+@on_ranks(2)
+def test_replicas_are_compared_when_they_are_saved(tmp_path):
     model = idist.auto_model(network())
 
     def step(engine, batch):
@@ -109,15 +109,11 @@ def save(folder):
             model.module[2].bias.add_(idist.get_rank())
 
     trainer = Engine(step)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), Checkpoint({"net": model}, folder))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), Checkpoint({"net": model}, tmp_path))
     messages = messages_of(lambda: trainer.run(range(5), max_epochs=2))
     (report,) = [message for part in messages for message in part]
     assert "the replicas of the model differ when net_2.pt is saved, as 'net': ranks " in report
     assert "the first of which is '2.bias'" in report
-
-
-def test_replicas_are_compared_when_they_are_saved(tmp_path):
-    run_on_ranks(2, save, tmp_path)
 
 
 @on_ranks(2)
@@ -169,13 +165,9 @@ def in_groups_of_one():
 HEALTHY = [equal, accumulating, not_of_one_job, averaging_less_often, on_other_hardware, in_groups_of_one]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("form", HEALTHY)
 def test_healthy_replicas_are_not_reported(form):
-    is_quiet(form)
-
-
-@on_ranks(2)
-def is_quiet(form):
     trainer = form()
 
     def run():
@@ -259,13 +251,9 @@ DATA = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("what", DATA)
 def test_ranks_that_train_on_the_same_data_are_told_once(what):
-    tells(what)
-
-
-@on_ranks(2)
-def tells(what):
     make, is_same = DATA[what]
 
     def run():
