@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 
-def see(monkeypatch, kind, count):
+def see(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> None:
     """Let torch see so many devices of a kind, none of which is there."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
