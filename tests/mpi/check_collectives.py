@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.mpi.checking import check, place, same
+from tests.distributed.checking import check
+from tests.mpi.checking import place, same
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)

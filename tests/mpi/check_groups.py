@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.mpi_group import MPIGroup
-from tests.mpi.checking import check, place, same
+from tests.distributed.checking import check
+from tests.mpi.checking import place, same
 
 SHORT = timedelta(seconds=0.3)
 

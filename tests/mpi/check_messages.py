@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from tests.mpi.checking import check, place, same
+from tests.distributed.checking import check
+from tests.mpi.checking import place, same
 
 LARGE = 3_000_000  # 12 MB, which MPI does not send before the receiver is ready
 

@@ -21,7 +21,8 @@ import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, Preemption
 from tests.distributed.check_handlers import folder
-from tests.mpi.checking import check, place, same
+from tests.distributed.checking import check
+from tests.mpi.checking import place, same
 
 
 class Network(nn.Module):
