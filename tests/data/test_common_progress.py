@@ -58,6 +58,7 @@ def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1, fails
     return seen, states, [str(one.message) for one in caught]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("engine_class", [Engine, DeterministicEngine])
 @pytest.mark.parametrize(
     ("stops", "reached"),
@@ -69,11 +70,6 @@ def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1, fails
     ],
 )
 def test_a_run_resumes_from_what_all_ranks_have_completed(engine_class, stops, reached):
-    loses_nothing(engine_class, stops, reached)
-
-
-@on_ranks(2)
-def loses_nothing(engine_class, stops, reached):
     epochs = -(-max(stops) // 15)
     with mock.patch.object(data, "_PATIENCE", 0.5):
         before, states, messages = work(engine_class, stops, max_epochs=epochs, fails=True)
@@ -131,13 +127,9 @@ def test_ranks_that_do_not_save_are_waited_for_once():
     dist.barrier()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("stops", "saved"), [((None, None), 15), ((None, 7), 7), ((7, None), 7)])
 def test_a_rank_whose_run_has_ended_is_not_waited_for(stops, saved):
-    ends_first(stops, saved)
-
-
-@on_ranks(2)
-def ends_first(stops, saved):
     states, every, stop = [], (1, 4)[idist.get_rank()], stops[idist.get_rank()]
     engine = Engine(lambda engine, batch: None)
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=every), lambda: states.append(engine.state_dict()))
@@ -150,13 +142,9 @@ def ends_first(stops, saved):
         assert states[-1]["iteration"] == saved
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("in_group", [False, True])
 def test_steps_with_collectives_exchange_nothing(in_group):
-    exchanges_nothing(in_group)
-
-
-@on_ranks(2)
-def exchanges_nothing(in_group):
     group = dist.new_group([0, 1]) if in_group else None
     requests, store_of = [], data.SharedSource._store
 

@@ -84,7 +84,7 @@ def test_one_process_does_not_shuffle_by_default():
     assert idist.auto_dataloader(range(3), shuffle=True).sampler.shuffle is True
 
 
-def test_samplers_are_distributed_and_distributed_ones_used_as_they_are(on_rank_5_of_8):
+def test_samplers_are_distributed_and_distributed_ones_and_batch_samplers_used_as_they_are(on_rank_5_of_8):
     for sampler in (SequentialSampler(range(100)), RandomSampler(range(100)), WeightedRandomSampler([1.0], 100)):
         made = idist.auto_dataloader(range(100), sampler=sampler).sampler
         assert isinstance(made, idist.DistributedProxySampler)
@@ -93,20 +93,15 @@ def test_samplers_are_distributed_and_distributed_ones_used_as_they_are(on_rank_
     for batch_size, got in ((16, 2), (3, 3), (None, None)):
         loader = idist.auto_dataloader(range(100), sampler=fitting, batch_size=batch_size)
         assert (loader.sampler, loader.batch_size) == (fitting, got)
-    for rank, size in ((4, 8), (5, 6)):
-        wrong = DistributedSampler(range(100), size, rank)
-        with pytest.warns(UserWarning, match=f"created for rank {rank} of {size}, but this is rank 5 of 8") as caught:
-            assert idist.auto_dataloader(range(100), sampler=wrong).sampler is wrong
-        assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_a_batch_sampler_is_used_as_it_is(on_rank_5_of_8):
-    batches = BatchSampler(SequentialSampler(range(100)), 3, False)
-    with pytest.warns(UserWarning, match="batch_sampler is used as it is") as caught:
-        loader = idist.auto_dataloader(range(100), batch_sampler=batches)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert loader.batch_sampler is batches
     assert isinstance(idist.auto_dataloader(range(100), batch_sampler=None).sampler, DistributedSampler)
+    for name, sampler, message in (
+        ("sampler", DistributedSampler(range(100), 8, 4), "created for rank 4 of 8, but this is rank 5 of 8"),
+        ("sampler", DistributedSampler(range(100), 6, 5), "created for rank 5 of 6, but this is rank 5 of 8"),
+        ("batch_sampler", BatchSampler(SequentialSampler(range(100)), 3, False), "batch_sampler is used as it is"),
+    ):
+        with pytest.warns(UserWarning, match=message) as caught:
+            assert getattr(idist.auto_dataloader(range(100), **{name: sampler}), name) is sampler
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 class OnGpu(Somewhere):
@@ -200,26 +195,20 @@ def test_in_one_process_a_batch_sampler_is_resumed():
         assert got == wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "stop"),
-    [
-        ({"batch_size": None}, 14),
-        ({"batch_size": 3, "sampler": Unsized()}, 6),
-        ({"batch_size": 3, "sampler": DistributedSampler(range(12), 1, 0)}, 6),
-    ],
-)
-def test_a_loader_that_cannot_seek_is_skipped_forward_with_a_warning(options, stop):
-    with pytest.warns(UserWarning, match="skipping 2 batches to resume"):
+SKIPPING = [
+    (1, {"batch_size": None}, 14),
+    (1, {"batch_size": 3, "sampler": Unsized()}, 6),
+    (1, {"batch_size": 3, "sampler": DistributedSampler(range(12), 1, 0)}, 6),
+    (2, {"batch_sampler": FOURS}, 6),
+]
+
+
+@pytest.mark.parametrize(("world_size", "options", "stop"), SKIPPING)
+def test_a_loader_that_cannot_seek_is_skipped_forward_with_a_warning(world_size, options, stop):
+    warnings.filterwarnings("ignore", "batch_sampler is used as it is")
+    with at_rank(0, world_size), pytest.warns(UserWarning, match="skipping 2 batches to resume"):
         wanted, got = resumed(lambda: idist.auto_dataloader(range(12), **options), stop=stop)
     assert got == wanted
-
-
-@on_ranks(2)
-def test_on_several_ranks_a_batch_sampler_is_skipped_forward_with_a_warning():
-    with pytest.warns(UserWarning, match="batch_sampler is used as it is|skipping . batches to resume") as caught:
-        wanted, got = resumed(lambda: idist.auto_dataloader(range(12), batch_sampler=FOURS))
-    assert got == wanted
-    assert "skipping 2 batches to resume" in str(caught[-1].message)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -362,21 +351,14 @@ class Sharded(IterableDataset):
         return Sharded(self.numbers[index::num_shards])
 
 
-def test_an_iterable_dataset_is_used_as_it_is_and_it_is_logged(on_rank_5_of_8, caplog):
-    caplog.set_level(logging.INFO, logger=LOGGER)
-    loader = idist.auto_dataloader(Stream(), batch_size=16)
-    assert isinstance(loader, DataLoader)
-    assert loader.batch_size == 2
-    assert not isinstance(loader.sampler, DistributedSampler)
-    assert "it must yield different samples on each rank" in caplog.text
-
-
 @on_ranks(2)
-def test_rank_0_warns_of_an_iterable_dataset_without_shard():
+def test_an_iterable_dataset_without_shard_is_used_as_it_is_and_rank_0_warns():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for dataset in (Stream(), Sharded(range(4))):
-            idist.auto_dataloader(dataset, batch_size=2)
+            loader = idist.auto_dataloader(dataset, batch_size=16)
+            assert loader.batch_size == 8
+            assert not isinstance(loader.sampler, DistributedSampler)
     told = [str(warning.message) for warning in caught]
     assert [message.split()[0] for message in told] == [["Stream"], []][idist.get_rank()]
     assert all("each of the 2 ranks and each of its workers" in one for one in told)

@@ -79,8 +79,8 @@ class Saved(Files):
         pass
 
 
-def read(dataset, workers, **options):
-    return [int(sample) for sample in DataLoader(dataset, batch_size=None, num_workers=workers, **options)]
+def read(dataset, workers):
+    return [int(sample) for sample in DataLoader(dataset, batch_size=None, num_workers=workers)]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -89,13 +89,10 @@ def test_every_sample_is_read_once(size, workers):
     parts = [read(Stream(Files(range(7)), (rank, size)), workers) for rank in range(size)]
     assert sorted(itertools.chain(*parts)) == list(range(70))
     assert all(parts)
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("dataset", [Counted(), Files(range(2))], ids=["samples", "two files"])
-def test_a_single_process_reads_every_sample_once_with_any_number_of_workers(dataset, workers):
-    loader = idist.auto_dataloader(dataset, batch_size=None, num_workers=workers)
-    assert sorted(map(int, loader)) == list(range(20))
+    if size == 1:
+        for dataset in (Counted(), Files(range(2))):
+            loader = idist.auto_dataloader(dataset, batch_size=None, num_workers=workers)
+            assert sorted(map(int, loader)) == list(range(20))
 
 
 def test_num_shards_and_set_epoch_are_optional():

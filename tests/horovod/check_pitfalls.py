@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -13,8 +14,7 @@ from torch import nn
 import camshaft.distributed as idist
 from camshaft.distributed.backends.horovod import create
 from camshaft.distributed.job import current
-from tests.distributed.checking import equal, place, same
-from tests.horovod.checking import check
+from tests.distributed.checking import check, equal, place, same
 
 
 @check
@@ -89,13 +89,6 @@ def uint64_tensors_are_reduced() -> None:
 
 
 @check
-def bools_are_reduced_logically() -> None:
-    rank, size = place()
-    for op, wanted in (("SUM", True), ("MAX", True), ("PRODUCT", size == 1), ("MIN", size == 1)):
-        same(idist.all_reduce(torch.tensor([rank == 0, True, False]), op), torch.tensor([wanted, True, False]))
-
-
-@check
 def averages_of_integers_are_exact_and_truncated() -> None:
     rank, size = place()
     same(idist.all_reduce(torch.tensor([2**53 + 1]), "AVERAGE"), torch.tensor([2**53 + 1]))
@@ -116,24 +109,46 @@ def complex_tensors_are_gathered_and_summed() -> None:
 
 
 @check
-def adasum_over_gloo_raises_before_communicating() -> None:
+def unsupported_options_are_refused_before_communicating() -> None:
     _, size = place()
+    model, batch_norm = nn.Linear(1, 1), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "ADASUM" in current().reductions
-    with pytest.raises(NotImplementedError, match="does not support ADASUM over gloo: build Horovod with MPI"):
-        idist.all_reduce(torch.ones(2), "ADASUM")
-    parameter = nn.Parameter(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="does not support ADASUM over gloo"):
-        idist.auto_optim(torch.optim.SGD([parameter], lr=0.1), op=hvd.Adasum)
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (
+            lambda: idist.all_reduce(torch.ones(2), "ADASUM"),
+            NotImplementedError,
+            "does not support ADASUM over gloo: build Horovod with MPI",
+        ),
+        (lambda: idist.auto_optim(sgd, op=hvd.Adasum), NotImplementedError, "does not support ADASUM over gloo"),
+        (
+            lambda: idist.auto_optim(sgd, colour=1),
+            TypeError,
+            r"Horovod's DistributedOptimizer got unknown options \['colour'\]; it accepts .*'groups'",
+        ),
+        (lambda: idist.auto_model(model, colour=1), TypeError, r"auto_model got unknown options \['colour'\]"),
+        (
+            lambda: idist.new_group([0], timeout=3),
+            TypeError,
+            r"new_group on backend 'horovod' got unknown options \['timeout'\]",
+        ),
+        (
+            lambda: create("horovod", None, colour=1),
+            TypeError,
+            r"backend 'horovod' got unknown options \['colour'\]; it accepts \['comm', .*'timeout'\]",
+        ),
+        (lambda: create("horovod", None, timeout=30), TypeError, "timeout must be a datetime.timedelta, got 30"),
+        (lambda: create("horovod", None), RuntimeError, "already initialized and is used automatically"),
+    ]
+    if size > 1:
+        message = "sync_bn must be False on 'horovod'; backend 'nccl' "
+        cases.append((lambda: idist.auto_model(batch_norm, sync_bn=True), ValueError, message))
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    assert idist.auto_model(model, find_unused_parameters=True) is model  # an option of DDP
+    assert type(batch_norm[1]) is nn.BatchNorm1d
     equal(idist.all_reduce(1), size)
-
-
-@check
-def sync_bn_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    if idist.get_world_size() > 1:
-        with pytest.raises(ValueError, match="sync_bn must be False on 'horovod'; backend 'nccl' "):
-            idist.auto_model(model, sync_bn=True)
-    assert type(model[1]) is nn.BatchNorm1d
 
 
 @check
@@ -146,8 +161,6 @@ def groups_of_the_same_ranks_share_one_process_set() -> None:
     equal(idist.all_reduce(1, group=hvd.global_process_set), size)
     known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     assert len(known) == len({tuple(ranks) for ranks in known.values()})
-    with pytest.raises(TypeError, match=r"new_group on backend 'horovod' got unknown options \['timeout'\]"):
-        idist.new_group([0], timeout=3)
 
 
 @check
@@ -168,29 +181,3 @@ def process_sets_created_by_the_user_are_groups() -> None:
 @check
 def the_environment_is_unchanged() -> None:
     assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ
-
-
-@check
-def invalid_arguments_of_initialize_are_refused() -> None:
-    for options, message in (
-        ({"colour": 1}, r"backend 'horovod' got unknown options \['colour'\]; it accepts \['comm', .*'timeout'\]"),
-        ({"timeout": 30}, "timeout must be a datetime.timedelta, got 30"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            create("horovod", None, **options)
-    with pytest.raises(RuntimeError, match="already initialized and is used automatically"):
-        create("horovod", None)
-
-
-@check
-def unknown_options_are_refused() -> None:
-    model = nn.Linear(1, 1)
-    assert (
-        idist.auto_model(model, find_unused_parameters=True) is model
-    )  # an option of DDP, accepted so that a script runs everywhere
-    with pytest.raises(TypeError, match=r"auto_model got unknown options \['colour'\]"):
-        idist.auto_model(model, colour=1)
-    with pytest.raises(
-        TypeError, match=r"Horovod's DistributedOptimizer got unknown options \['colour'\]; it accepts .*'groups'"
-    ):
-        idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1), colour=1)

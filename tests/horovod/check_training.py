@@ -11,9 +11,8 @@ from torch import nn
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_trainer
-from tests.distributed.checking import equal, place, same
+from tests.distributed.checking import check, equal, place, same
 from tests.engine.windows import RATE, Batch, Weighted, batches_of, expected, samples, squared, weights_of
-from tests.horovod.checking import check
 
 EPOCHS = 2
 
@@ -72,35 +71,17 @@ def agree(model: nn.Module, wanted: torch.Tensor) -> None:
 
 
 @check
-def training_matches_one_process() -> None:
+def training_matches_one_process_also_with_windows_and_clipping() -> None:
+    """The last window of the accumulated gradients is short; clipping waits until Horovod has reduced the gradients."""
     rank, size = place()
     data = data_of([[4] * 5] * size)
-    model, trainer = trainer_of()
-    trainer.run(data[rank], max_epochs=EPOCHS)
-    agree(model, expected(windows_of(data, 1)))
-
-
-@check
-def accumulated_gradients_match_one_process_with_a_short_last_window() -> None:
-    rank, size = place()
-    data = data_of([[4] * 5] * size)
-    model, trainer = trainer_of(passes=2)
-    trainer.run(data[rank], max_epochs=EPOCHS)
-    agree(model, expected(windows_of(data, 2)))
-
-
-@check
-def clipped_gradients_match_one_process() -> None:
-    """Clipping waits until Horovod has reduced the gradients."""
-    rank, size = place()
-    data = data_of([[4] * 5] * size)
-    norm, value = 0.3, 0.2
-    clips = (
-        ({"clip_grad_norm": norm}, lambda parameters: nn.utils.clip_grad_norm_(parameters, norm)),
-        ({"clip_grad_value": value}, lambda parameters: nn.utils.clip_grad_value_(parameters, value)),
+    cases: tuple[tuple[dict[str, float], Any], ...] = (
+        ({}, lambda parameters: None),
+        ({"clip_grad_norm": 0.3}, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3)),
+        ({"clip_grad_value": 0.2}, lambda parameters: nn.utils.clip_grad_value_(parameters, 0.2)),
     )
     for passes in (1, 2):
-        for options, clip in clips:
+        for options, clip in cases:
             model, trainer = trainer_of(passes, **options)
             trainer.run(data[rank], max_epochs=EPOCHS)
             agree(model, expected(windows_of(data, passes), clip))

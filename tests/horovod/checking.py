@@ -1,4 +1,4 @@
-"""Register checks that every rank runs, and start horovodrun on this machine."""
+"""Start horovodrun on this machine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Add a function to the checks that `run_checks.py` runs."""
-    CHECKS[function.__name__] = function
-    return function
 
 
 def environment(**variables: str) -> dict[str, str]:

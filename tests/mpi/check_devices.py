@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
-from tests.mpi.checking import check, place
+from tests.distributed.checking import check
+from tests.mpi.checking import place
 
 
 class FakeDeviceTensor(torch.Tensor):

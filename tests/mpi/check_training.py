@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, Preemption
 from tests.distributed.check_handlers import folder
-from tests.mpi.checking import check, place, same
+from tests.distributed.checking import check
+from tests.mpi.checking import place, same
 
 
 class Network(nn.Module):
@@ -63,31 +65,21 @@ def assert_equal_on_all_ranks(model: nn.Module) -> None:
 
 
 @check
-def ddp_broadcasts_the_weights_of_rank_0_and_keeps_them_equal() -> None:
-    model = DistributedDataParallel(network(seed=dist.get_rank()), find_unused_parameters=True)
-    assert_equal_on_all_ranks(model)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert_equal_on_all_ranks(model)
+def ddp_starts_from_the_weights_of_rank_0_and_keeps_them_equal() -> None:
+    """With gradients that are compressed or only reduced, and with layers that only some of the ranks use."""
+    rank, _ = place()
+    for hook in (None, default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
+        for with_extra in (False, rank % 2 == 0):
+            model = DistributedDataParallel(network(seed=rank), find_unused_parameters=True)
+            assert_equal_on_all_ranks(model)
+            if hook is not None:
+                model.register_comm_hook(None, hook)
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), with_extra=with_extra)
+            assert_equal_on_all_ranks(model)
 
 
 @check
-def ddp_averages_the_gradients_of_the_ranks() -> None:
-    rank, size = place()
-    model = DistributedDataParallel(nn.Linear(4, 1))
-    model(batch(0, rank)).sum().backward()
-    wanted = torch.stack([batch(0, other).sum(0) for other in range(size)]).mean(0)
-    same(model.module.weight.grad[0], wanted)
-
-
-@check
-def ddp_finds_unused_parameters() -> None:
-    model = DistributedDataParallel(network(), find_unused_parameters=True)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), with_extra=dist.get_rank() % 2 == 0)
-    assert_equal_on_all_ranks(model)
-
-
-@check
-def ddp_reduces_nothing_within_no_sync() -> None:
+def ddp_averages_the_gradients_of_the_ranks_and_reduces_nothing_within_no_sync() -> None:
     rank, size = place()
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     with model.no_sync():
@@ -96,15 +88,6 @@ def ddp_reduces_nothing_within_no_sync() -> None:
     model(batch(1, rank)).sum().backward()
     both = [batch(0, other).sum(0) + batch(1, other).sum(0) for other in range(size)]
     same(model.module.weight.grad[0], torch.stack(both).mean(0))
-
-
-@check
-def ddp_compresses_gradients() -> None:
-    for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
-        model = DistributedDataParallel(network(), find_unused_parameters=True)
-        model.register_comm_hook(None, hook)
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert_equal_on_all_ranks(model)
 
 
 @check
@@ -118,37 +101,19 @@ def join_handles_different_numbers_of_batches() -> None:
 
 
 @check
-def the_zero_redundancy_optimizer_matches_a_plain_one() -> None:
-    trained = []
-    for make in (plain, sharded):
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, 0.1)
-        train(model, make(model.parameters()))
-        assert_equal_on_all_ranks(model)
-        trained.append(nn.utils.parameters_to_vector(model.parameters()))
-    same(*trained)
-
-
-def plain(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.1)
-
-
-def sharded(parameters: Any) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.1)
-
-
-@check
-def fsdp_matches_ddp() -> None:
-    def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+def sharded_optimizers_and_models_match_ddp() -> None:
+    def trained(wrap: Callable[[nn.Module], nn.Module], optimizer: Callable[..., torch.optim.Optimizer]) -> Tensor:
         torch.manual_seed(0)
         model = wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        train(model, optimizer(model.parameters(), lr=0.1))
         whole = [getattr(parameter, "full_tensor", lambda kept=parameter: kept)() for parameter in model.parameters()]
         return torch.cat([tensor.detach().reshape(-1) for tensor in whole])
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    same(wrapped(lambda model: fully_shard(model, mesh=mesh)), wrapped(DistributedDataParallel))
+    wanted = trained(DistributedDataParallel, torch.optim.Adam)
+    same(trained(lambda model: fully_shard(model, mesh=mesh), torch.optim.Adam), wanted)
+    zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
+    same(trained(DistributedDataParallel, zero), wanted)
 
 
 @check

@@ -1,11 +1,10 @@
-"""Register checks that every rank runs, and start mpirun."""
+"""Start mpirun, and what the checks ask and assert with torch alone."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,8 +13,6 @@ import torch.distributed as dist
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS: dict[str, Callable[[], None]] = {}
-
 # Let Open MPI run as root and with more ranks than cores; MPICH ignores these.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -23,12 +20,6 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Add a function to the checks that `run_checks.py` runs."""
-    CHECKS[function.__name__] = function
-    return function
 
 
 def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:

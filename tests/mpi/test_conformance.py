@@ -1,7 +1,9 @@
-"""Run the checks of every backend over MPI; all of them share one mpirun."""
+"""Run the checks of every backend and those of this folder over MPI; those on as many ranks share one mpirun."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -9,15 +11,17 @@ import pytest
 from tests.distributed.conformance import CHECKS
 from tests.mpi.checking import mpirun
 
-pytestmark = pytest.mark.jobs
+# read, not imported: the test process must not import the torch modules that the checks use
+FILES = sorted(Path(__file__).parent.glob("check_*.py"))
+OF_MPI = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
 
 
-@pytest.fixture(scope="module")
-def ran() -> CompletedProcess[str]:
-    return mpirun(2, "-m", "tests.distributed.run_conformance", "--backend", "mpi")
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.jobs)], ids=["2_ranks", "4_ranks"])
+def ran(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    return mpirun(request.param, "-m", "tests.mpi.run_checks", "--backend", "mpi")
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [*CHECKS, *OF_MPI])
 def test_mpi_passes(ran: CompletedProcess[str], name: str) -> None:
     assert f"passed {name}\n" in ran.stdout, ran.stdout[-6000:]
 

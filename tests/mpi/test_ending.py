@@ -9,14 +9,15 @@ import pytest
 from camshaft.distributed.backends.mpi import check_launcher
 from tests.mpi.checking import mpirun
 
-BEGIN = """
+IMPORTS = """
 import atexit, os, sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed.backends import mpi
-
+"""
+BEGIN = f"""{IMPORTS}
 idist.initialize("mpi", timeout=timedelta(seconds=900))
 rank = idist.get_rank()
 idist.barrier()
@@ -26,7 +27,6 @@ if rank == 1:
     raise LookupError("the cause")
 """
 REDUCES = "dist.all_reduce(torch.ones(1))"
-LATE = "creating a group over MPI timed out after 1 s: (1 of 2|not all) ranks joined"
 IS_BUSY = "mpi._REPORTING = 0.5; "  # how long it reports is not what is tested
 
 # what ranks do after they have met; the errors that are reported
@@ -102,28 +102,36 @@ def test_ranks_that_do_not_fail_end_together(case: str) -> None:
     assert text in run.stdout, run.stdout
 
 
+@pytest.mark.parametrize(
+    ("end", "how"), [("idist.finalize()", "has left the run without an error"), ("pass", "has exited: it returned")]
+)
+@pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.jobs
-def test_a_rank_that_never_initializes_times_out_on_the_others() -> None:
-    late = "import time; from mpi4py import MPI; MPI.COMM_WORLD.rank and time.sleep(9000)\n"
-    run = mpirun(
-        2,
-        "-c",
-        late + BEGIN.replace("idist.initialize", f"{IS_BUSY}idist.initialize").replace("seconds=900", "seconds=1"),
-    )
-    assert run.returncode == 1, run.stdout
-    assert re.search(LATE, run.stdout), run.stdout
+def test_in_debug_mode_a_rank_that_waits_for_one_that_has_ended_learns_how(who: int, end: str, how: str) -> None:
+    program = f"if rank == {who}:\n    {end}\n    sys.exit()\ntry:\n    idist.all_reduce(torch.ones(1))\n"
+    program += "except RuntimeError as error:\n    print(error)"
+    run = mpirun(2, "-c", BEGIN.replace('"mpi", ', '"mpi", debug=True, ') + program)
+    assert f"rank {who} {how}" in run.stdout, run.stdout
+    assert "in all_reduce" in run.stdout
+    assert run.returncode == 0
+
+
+LATE = "creating a group over MPI timed out after 1 s: (1 of 2|not all) ranks joined"
+ABSENT = {
+    "rank 1 never initializes": (f"if MPI.COMM_WORLD.rank: time.sleep(9000)\n{IS_BUSY}\n", "", 1),
+    "all end": ("if MPI.COMM_WORLD.rank: sys.exit()\n", "except RuntimeError as error: print(error)", 0),
+}
 
 
 @pytest.mark.jobs
-def test_ranks_that_have_not_all_joined_do_not_wait_for_each_other_at_their_end() -> None:
-    program = (
-        "from datetime import timedelta\nfrom mpi4py import MPI\nimport camshaft.distributed as idist\n"
-        "if MPI.COMM_WORLD.rank == 0:\n    try:\n        idist.initialize('mpi', timeout=timedelta(seconds=1))\n"
-        "    except RuntimeError as error:\n        print('caught:', error)\n"
-    )
+@pytest.mark.parametrize("case", ABSENT)
+def test_ranks_do_not_wait_for_one_that_never_initializes(case: str) -> None:
+    absent, handler, code = ABSENT[case]
+    joins = "idist.initialize('mpi', timeout=timedelta(seconds=1))\n"
+    program = IMPORTS + "from mpi4py import MPI\n" + absent + (f"try: {joins}{handler}" if handler else joins)
     run = mpirun(2, "-c", program)
-    assert run.returncode == 0, run.stdout
-    assert re.search(f"caught: {LATE}", run.stdout), run.stdout
+    assert run.returncode == code, run.stdout
+    assert re.search(LATE, run.stdout), run.stdout
 
 
 @pytest.mark.parametrize(

@@ -122,36 +122,29 @@ def test_every_rank_reports_a_port_in_use(scheme: str) -> None:
         run_on_ranks(2, fail_on_the_port_in_use, f"{scheme}://{address}", f"{address} ({source})", free)
 
 
-def fail_on_missing_ranks(size: int, method: str, missing: str) -> None:
+def fail_to_meet(size: int, method: str, mistake: str, offset: int) -> None:
     rank = destroy_group()
-    with refused(
-        dist.DistStoreError, f"2 of {size} ranks connected to .*{method[-5:]}.* within 5 s; missing: {missing}"
-    ):
-        initialize(rank, size, method, SHORT)
-
-
-def test_missing_ranks_are_reported(tmp_path: Path) -> None:
-    run_on_ranks(2, fail_on_missing_ranks, 4, f"tcp://127.0.0.1:{free_port()}", "2, 3")
-    run_on_ranks(2, fail_on_missing_ranks, 3, f"file://{tmp_path}/meet", "2")
-
-
-def fail_on_missing_rank_0(method: str, mistake: str) -> None:
-    destroy_group()
     with refused(dist.DistError, mistake):
-        initialize(1, 2, method, SHORT)
+        initialize(rank + offset, size, method, SHORT)
 
 
-def test_a_missing_rank_0_is_reported(tmp_path: Path) -> None:
-    port = free_port()
-    run_on_ranks(
-        1,
-        fail_on_missing_rank_0,
-        f"env://127.0.0.1:{port}",
-        f"no answer from .*:{port} .*within 5 s: no process listens there: rank 0 has not reached initialize",
-    )
-    run_on_ranks(
-        1, fail_on_missing_rank_0, f"file://{tmp_path}/meet", f"rank 0 did not connect to the file {tmp_path}/meet"
-    )
+@pytest.mark.parametrize(
+    ("ranks", "size", "method", "mistake"),
+    [
+        ([0, 1], 4, "tcp://127.0.0.1:{port}", "2 of 4 ranks connected to .*{port}.* within 5 s; missing: 2, 3"),
+        ([0, 1], 3, "file://{folder}/meet", "2 of 3 ranks connected to .*/meet.* within 5 s; missing: 2"),
+        (
+            [1],
+            2,
+            "env://127.0.0.1:{port}",
+            "no answer from .*:{port} .*within 5 s: no process listens there: rank 0 has not reached initialize",
+        ),
+        ([1], 2, "file://{folder}/meet", "rank 0 did not connect to the file {folder}/meet"),
+    ],
+)
+def test_missing_ranks_are_reported(ranks: list[int], size: int, method: str, mistake: str, tmp_path: Path) -> None:
+    names = {"port": free_port(), "folder": tmp_path}
+    run_on_ranks(len(ranks), fail_to_meet, size, method.format(**names), mistake.format(**names), ranks[0])
 
 
 @pytest.mark.parametrize(
