@@ -43,7 +43,8 @@ def snapshot(path: Path) -> Snapshot:
 
 
 def test_a_record_says_who_writes_it_and_what_was_written_last(record: Record) -> None:
-    expected = Snapshot(record.path, "", 1, 2, os.getpid(), True, socket.gethostname(), {}, record._facts["start"])
+    host, start = socket.gethostname(), module.start_of(os.getpid())
+    expected = Snapshot(record.path, "", 1, 2, os.getpid(), True, host, {}, start)
     assert snapshot(record.path) == expected
     record.job = "job 3"
     for status in ({"time": 1.5, "engines": [{"epoch": 2}], "left": None}, {"text": 'ä "quoted"\n'}, {}):
@@ -282,7 +283,8 @@ def test_old_records_of_processes_that_ended_are_removed(tmp_path: Path, monkeyp
     for name, hours in {"running": 25, "old": 25, "new": 1, "newest": 0}.items():
         if name != "running":
             records[name].close(keep=True)
-        os.utime(records[name].path, (time.time() - 3600 * hours,) * 2)
+        then = time.time() - 3600 * hours
+        os.utime(records[name].path, (then, then))
     os.utime(other, (0, 0))
     for most, kept in ((module._MAX_DEAD, ("running", "new", "newest")), (2, ("running", "newest"))):
         monkeypatch.setattr(module, "_MAX_DEAD", most)  # one is that of the new process
