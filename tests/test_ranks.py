@@ -28,7 +28,9 @@ def fail_alone():
 
 def hang():
     if dist.get_rank() == 1:
+        dist.send(torch.ones(1), dst=0)
         time.sleep(FOREVER)
+    dist.recv(torch.empty(1), src=1)  # what follows finds the other rank in here, however late it was
 
 
 def die():

@@ -587,13 +587,17 @@ class Checkpoint(Serializable):
         return (one for _, one in walk(dict(self.to_save), "state_dict"))
 
     def _unique_filename(self, name: str, score: Any, step: Any) -> str:
-        """Return the name of a new file; its score has all digits if another file has the name with four decimals."""
+        """Return the name of a new file; its score has all digits if another file has the name with four decimals.
+
+        A file of the same score is replaced, also if the one that made its name longer is gone by now.
+        """
         if not isinstance(score, float):
             return self._filename(name, score, step)
         # repr(0.0002) is also what 0.00019 is with four decimals.
         names = [self._filename(name, text, step) for text in (f"{score:.4f}", repr(score), f"{score:.17e}")]
-        taken = {item.filename for item in self._saved if item.priority != score}
-        return next((one for one in names if one not in taken), names[0])
+        scores = {item.filename: item.priority for item in self._saved}
+        own = [one for one in names if scores.get(one) == score]
+        return [*own, *(one for one in names if one not in scores), names[0]][0]
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
