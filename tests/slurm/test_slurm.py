@@ -216,27 +216,35 @@ def processes_of(job: str, rank: int) -> list[int]:
 def test_a_preempted_job_is_requeued_and_resumes_with_the_next_sample(cluster, tmp_path):
     signals = int(os.environ.get("SIGNALS", "2"))
     program = shlex.join([*PYTHON, "-m", "tests.torchrun.preempted", str(tmp_path), "requeue"])
-    log = tmp_path / "log"
-    (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun --nodes=2 --ntasks=2 {program}\n")
-    options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={log}"]
+    # One file per rank and stream: srun cuts long lines into parts, and writes those of others in between.
+    streams = f"--open-mode=append --output={tmp_path}/rank%t --error={tmp_path}/errors%t"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun --nodes=2 --ntasks=2 {streams} {program}\n")
+    options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={tmp_path}/errors"]
     job = cluster.run("sbatch", "--parsable", *options, str(tmp_path / "job.sh")).output.strip()
 
+    def lines(what):
+        each = (line for file in sorted(tmp_path.glob("rank*")) for line in file.read_text().splitlines())
+        return [line for line in each if line.startswith(f'{{"what": "{what}"')]
+
     def count(what):
-        return log.read_text().count(f'"what": "{what}"') if log.exists() else 0
+        return len(lines(what))
+
+    def errors():
+        return "".join(file.read_text() for file in sorted(tmp_path.glob("errors*")))
 
     for number in range(1, signals + 1):
-        wait_until(lambda number=number: count("begin") == 2 * number, log.read_text)
+        wait_until(lambda number=number: count("begin") == 2 * number, errors)
         time.sleep(random.Random(number).uniform(0, 2))
         if number % 2:
             cluster.run("scancel", "--signal=USR1", job)  # to all processes of the step, as before the time limit
         else:
             os.kill(min(processes_of(job, rank=1)), signal.SIGUSR1)  # not its data loader
-        wait_until(lambda number=number: count("end") == 2 * number, log.read_text)
+        wait_until(lambda number=number: count("end") == 2 * number, errors)
         wait_until(lambda: "PD" in cluster.run("squeue", "--noheader", "--states=pending").output)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
     wait_until(lambda: count("begin") == 2 * signals + 2)
     (tmp_path / "stop").touch()
     wait_until(lambda: count("end") == 2 * signals + 2 and not cluster.jobs())
-    ends = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"what": "end"')]
+    ends = sorted((json.loads(line) for line in lines("end")), key=lambda end: end["first"])
     check_samples(ends)
     assert [line["signal"] for line in ends] == [signal.SIGUSR1] * 2 * signals + [None] * 2
