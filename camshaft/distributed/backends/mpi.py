@@ -39,6 +39,7 @@ _patience = 0.0  # seconds that this process waits for the others at its end; wi
 _made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the default group was made
 _numbers = count(1)  # of the default groups that were made
 _servers: list[TCPStore] = []  # on rank 0
+_addresses: list[tuple[str, int]] = []  # of the store, once it is known
 
 
 def create(
@@ -169,8 +170,11 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
     global _patience
     if not ranks:
         _made.clear()
-        host, port = _address(timeout)
-        store = PrefixStore(str(next(_numbers)), TCPStore(host, port, None, False, timeout, False))
+        if not _addresses:  # MPI's own communicator must not be used again while a rank is at its end
+            _addresses.append(_address(timeout))
+        host, port = _addresses[0]
+        connection = TCPStore(host, port, None, False, timeout, False)
+        store = PrefixStore(str(next(_numbers)), connection)
         _wait_for_members(PrefixStore("world", store), mpi().COMM_WORLD.size, timeout)
         _patience = math.inf
         return MPIGroup(mpi().COMM_WORLD.Dup(), store, timeout)
@@ -192,7 +196,6 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
         everybody.Free()
 
 
-@functools.cache  # MPI's own communicator must not be used again while a rank is at its end
 def _address(timeout: timedelta) -> tuple[str, int]:
     """Return host and port of the store that rank 0 serves as long as its process lasts; MPI broadcasts them.
 
@@ -221,14 +224,14 @@ def _address(timeout: timedelta) -> tuple[str, int]:
 def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
     """Wait until all are here, asleep: MPI would take a whole core for it, and has no timeout."""
     if store.add("present", 1) == size:
-        store.set("complete", "yes")
-    try:
+        store.compare_set("complete", "", "yes")
+    with suppress(RuntimeError):
         store.wait(["complete"], timeout)
-    except RuntimeError as error:
+    if store.compare_set("complete", "", "no") != b"yes":  # the first that gives up decides for all
         present = store.add("present", 0)
         raise dist.DistBackendError(
             f"creating a group over MPI timed out after {timeout.total_seconds():g} s: {present} of {size} ranks joined"
-        ) from error
+        )
 
 
 def _replace_built_in() -> None:

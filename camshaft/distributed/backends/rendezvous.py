@@ -223,6 +223,9 @@ def open_meeting(store: Store, size: int, deadline: float, where: str) -> str:
             if size - len(_absent(meeting, size)) + len(others) >= max(size, *(int(told) for _, told in others)):
                 break
     absent = _absent(meeting, size)
+    if not absent and not others:  # the last one has come in the last moment
+        meeting.set(_CONFIRMED, _COMPLETE)
+        return name
     problem = _incomplete(absent, size, where)
     if others:
         believed = ", ".join(f"rank {rank} {told}" for rank, told in others[:_MOST_NAMED])
@@ -277,7 +280,8 @@ def join_meeting(store: Store, rank: int, size: int, deadline: float, where: str
         raise DistStoreError(_DIFFERENT % (rank, size, told))
     if name and (absent := _absent(meeting, size)):
         raise DistStoreError(_incomplete(absent, size, where))
-    raise DistStoreError(f"rank 0 did not connect {where}")
+    late = f", or another process has joined as rank {rank}" if name and not is_open else ""
+    raise DistStoreError(f"rank 0 did not connect {where}{late}")
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:

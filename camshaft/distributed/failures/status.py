@@ -112,11 +112,6 @@ class Observer:
         """Return False if a call had completed when this process was last described."""
         return not call.is_done or bool(self._unfinished) or call.began > self._last[0]
 
-    @property
-    def has_waited(self) -> bool:
-        """Whether something had been unfinished for a while when this process was last described."""
-        return bool(self._unfinished) and self._last[0] - self._unfinished_since >= PATIENCE
-
     def _processor(self, now: float, frames: Mapping[int, FrameType]) -> dict[str, float]:
         """Return the use of the processor since the last time."""
         before, used, used_by_main = self._last

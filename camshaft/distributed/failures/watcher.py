@@ -229,10 +229,7 @@ class Watcher(Resource):
 
     def _is_in_trouble(self, lost: dict[str, Any], ranks: frozenset[int]) -> bool:
         """Return whether a rank is known, or in a moment, to have ended before a call, or to have lost its own."""
-        are_near = len(ranks) <= self._backend.topology.local_world_size
-        if not are_near and self._observer.has_waited:
-            return True  # a node that is lost tells nobody: the others are asked
-        until = time.monotonic() + (_NOTICING if are_near else PATIENCE)
+        until = time.monotonic() + (_NOTICING if len(ranks) <= self._backend.topology.local_world_size else PATIENCE)
         while time.monotonic() < until:
             local = {} if self._node is None else self._node.read(is_urgent=True)
             known = [one for rank, one in local.items() if rank in ranks and rank != self._rank]

@@ -28,7 +28,7 @@ from camshaft.distributed.backends.contract import check_known
 from camshaft.distributed.backends.registry import module_of
 from camshaft.distributed.launch import work
 
-_PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
+_PATIENCE = 20.0  # seconds that the launcher of a failed job has to end it: more than a rank of MPI waits for others
 # Within a Slurm job, MPICH would start the processes with srun, which waits for the step of this process, and Open MPI
 # on the nodes of the job. The user's own settings take precedence.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
@@ -38,6 +39,8 @@ _LAUNCHERS = {
     "torchrun": "torchrun",
     "horovodrun": "horovodrun",
 }
+
+_COLLECTING = 1.0  # seconds, at most, from the end of a process until its exit code is known
 
 # With join=False, processes and their store outlive the last reference that the caller holds.
 _running: set[Processes] = set()
@@ -65,8 +68,8 @@ def spawn(
         kwargs: depend on the backend. For those of torch: ``nnodes``, ``node_rank``, ``master_addr`` and
             ``master_port`` (by default a free port, on one node), ``init_method``, the options of :func:`initialize`,
             and for the processes ``join``, ``daemon`` and ``start_method``: by default ``"forkserver"``, ``"spawn"``
-            on Windows and macOS, and ``"fork"`` in a notebook, where each process then computes with one thread,
-            as the threads of the parent do not survive a fork. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``:
+            where no fork server can be used, as on Windows and macOS, and ``"fork"`` in a notebook, where each process
+            then computes with one thread, as the threads of the parent do not survive a fork. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``:
             ``hosts``, ``timeout`` and the options of ``horovod.run``. ``"xla-tpu"``: ``start_method`` and ``spmd``. All
             accept ``debug`` and ``hang_report_after``, as :func:`initialize` does.
 
@@ -81,6 +84,11 @@ def spawn(
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
     """
     module_of(backend)  # raises if it is not available
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            f"{sys.argv[0]} starts processes when it is imported, and each of them imports it: put its main code under "
+            "if __name__ == '__main__':"
+        )
     check_not_launched(kwargs.get("nnodes"))
     check_type("args", args, (tuple, list), "a tuple")
     check_takes("fn", fn, "(local_rank, *args, **kwargs_dict)", (0, *args), kwargs_dict or {})
@@ -135,15 +143,16 @@ def _spawn(
             f"{sorted(own)} are computed from nproc_per_node, nnodes and node_rank: do not pass them to spawn"
         )
     module_of(name).check_options(name, options)
-    start_method = start_method or _start_method_for(task[0])
-    context: Any = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        _preload()
-    target = _run_forked_rank if start_method == "fork" else _run_rank
+    method = start_method or _start_method_for(task[0])
+    if method == "forkserver" and not _has_server() and start_method is None:
+        method = "spawn"
+    context: Any = multiprocessing.get_context(method)
+    target = _run_forked_rank if method == "fork" else _run_rank
     by_address = init_method is None or init_method.startswith("env://")
     hosts_store = by_address and nnodes == 1 and master_port is None
     node_rank, world_size = node_rank or 0, nnodes * nproc_per_node
     threads = cores.share(nproc_per_node, cores.available())
+    place = master_addr, master_port
     processes = Processes()
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server:
@@ -162,8 +171,7 @@ def _spawn(
                 whole_task = (*task, {"init_method": init_method, **options})
                 arguments = (environ, threads, name, launch, whole_task, processes.folder.name)
                 process = context.Process(target=target, args=arguments, daemon=daemon)
-                process.start()
-                processes.processes.append(process)
+                processes.start(process)
             if hosts_store:
                 # The thread of a store does not exist in a forked process, where destroying the copy of the store
                 # would wait for it forever. So nothing is forked while it exists.
@@ -175,7 +183,12 @@ def _spawn(
                     master_listen_fd=server.detach(),
                 )
     except BaseException as error:
+        is_first = not processes.processes
         processes.end()
+        if isinstance(error, ValueError) and is_first and method == "forkserver" and start_method is None:
+            # A server takes the descriptors of at most about 250 tensors that processes share.
+            options |= {"init_method": init_method, "join": join, "daemon": daemon, "start_method": "spawn"}
+            return _spawn(name, task, nproc_per_node, nnodes, node_rank, *place, **options)
         if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
             raise work.not_picklable(task, error) from error
         raise
@@ -192,11 +205,13 @@ def _run_forked_rank(*args: Any) -> None:
 def _run_rank(environ: dict[str, str], threads: int | None, name: str, launch: Launch, task: Any, folder: str) -> None:
     """Run in each process, whose environment until here may be that of a fork server."""
     chosen = environ.get(cores.VARIABLE, "")
-    if chosen.isdecimal() and chosen != os.environ.get(cores.VARIABLE):
+    if chosen.isdecimal() and int(chosen) > 0 and chosen != os.environ.get(cores.VARIABLE):
         torch.set_num_threads(int(chosen))  # torch reads the variable when it is imported
     os.environ.clear()
     os.environ.update(environ)
     cores.limit(threads)
+    if threads is not None:
+        os.environ[cores.VARIABLE] = str(threads)  # for libraries that are imported from here on, and for children
     parent = multiprocessing.parent_process()
     assert parent is not None, "multiprocessing started this process"
     work.end_with_parent(parent.sentinel, parent.pid or 0)
@@ -223,14 +238,23 @@ def _start_method_for(function: Callable[..., Any]) -> str:
     return "spawn" if sys.platform in ("win32", "darwin") else "forkserver"
 
 
-def _preload() -> None:
-    """Let the fork server import torch once, unless the user has chosen what it imports, or it runs already.
+def _has_server() -> bool:
+    """Return whether the fork server runs, and start it if it does not; it has imported torch, and this module.
 
-    It is the one that all processes of multiprocessing share, so nothing else about it is changed.
+    It is the one that all processes of multiprocessing share, so its modules stay those that the user has chosen. It
+    cannot be used where a socket cannot be created in the folder for temporary files, as its path is too long, or by
+    a process that was forked from the one that started it.
     """
     server: Any = import_module("multiprocessing.forkserver")  # not on Windows
     if server._forkserver._preload_modules == ["__main__"]:  # the default
-        server.set_forkserver_preload(["torch", "camshaft.distributed.backends.gloo", __name__])  # start no threads
+        server.set_forkserver_preload(
+            ["torch", "camshaft.distributed.backends.gloo", "camshaft.distributed.launch.server"]
+        )
+    try:
+        server.ensure_running()
+    except OSError:
+        return False
+    return True
 
 
 def check_nodes(
@@ -264,18 +288,13 @@ def check_nodes(
 
 
 def check_not_launched(nnodes: int | None) -> None:
-    """Check that no launcher, and no import of the main module, has already started the processes.
+    """Check that no launcher has already started the processes.
 
     A launcher may have started one on each of several nodes, if there are as many.
 
     Raises:
         RuntimeError: it has.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
-            f"{sys.argv[0]} starts processes when it is imported, and each of them imports it: put its main code under "
-            "if __name__ == '__main__':"
-        )
     launch = None
     with suppress(RuntimeError):  # contradictory variables do not matter here
         launch = environments.detect(os.environ)
@@ -310,7 +329,14 @@ class Processes:
         self.folder = tempfile.TemporaryDirectory(prefix="camshaft-")
         self.store: Store | None = None  # only this object refers to it: the traceback of a failure would keep it alive
         self._cause: work.Failure | None = None
+        self._alive: dict[int, BaseProcess] = {}  # by what becomes readable when one has ended
         _running.add(self)
+
+    def start(self, process: BaseProcess) -> None:
+        """Start a process."""
+        process.start()
+        self.processes.append(process)
+        self._alive[_watched(process)] = process
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until all processes have ended; if one fails, or this is interrupted, terminate the others.
@@ -326,20 +352,19 @@ class Processes:
             ProcessExitedException: a process was killed, or exited with another code than 0.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        alive: dict[Any, BaseProcess] = {process.sentinel: process for process in self.processes}
         try:
             while self in _running:
-                codes = [process.exitcode for process in self.processes]  # before a failure is looked for
+                alive = self._alive.values()
+                codes = [None if process in alive else process.exitcode for process in self.processes]
                 self._cause = self._find_cause(codes)
                 if self._cause is not None:
                     self._wait_for_all(work.GRACE)
-                if self._cause is not None or not alive or None not in codes:
+                if self._cause is not None or not self._alive:
                     self.end()
                 elif (left := deadline - time.monotonic()) <= 0:
                     return False
-                else:  # a child of a process may hold its sentinel, so exit codes are looked at in between
-                    for sentinel in wait(alive, min(left, work.INTERVAL)):
-                        alive.pop(sentinel).join()  # which finds no exit code where SIGCHLD is ignored
+                else:  # and look for failures in between
+                    self._collect(min(left, work.INTERVAL))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not isinstance(sys.excepthook, ExceptHook):
                 ExceptHook(None)
@@ -351,20 +376,30 @@ class Processes:
 
     def end(self) -> None:
         """Terminate the processes that still run, and kill those that have not ended after a few seconds."""
-        for process in self.processes:
-            process.terminate()
-        self._wait_for_all(work.GRACE)
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for is_patient in (True, False):
+            for watched, process in self._alive.items():
+                if watched == process.sentinel:
+                    (process.terminate if is_patient else process.kill)()
+                else:
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(watched, signal.SIGTERM if is_patient else signal.SIGKILL)
+            self._wait_for_all(work.GRACE)
         self.store = None
         self.folder.cleanup()
         _running.discard(self)
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(deadline - time.monotonic(), 0.0))
+        while self._alive and (left := deadline - time.monotonic()) > 0:
+            self._collect(left)
+
+    def _collect(self, seconds: float) -> None:
+        """Wait until a process has ended, and learn how."""
+        for watched in cast(list[int], wait(self._alive, seconds)):
+            process = self._alive.pop(watched)
+            process.join(_COLLECTING)  # which finds no exit code where SIGCHLD is ignored
+            if watched != process.sentinel:
+                os.close(watched)
 
     def _find_cause(self, codes: list[int | None]) -> work.Failure | None:
         """Return the first failure; other processes could only fail in consequence of one that ended silently."""
@@ -380,6 +415,17 @@ class Processes:
         left = [index for index, code in enumerate(codes) if code == 0]
         notes = "".join(f"\n-- process {index} had exited with code 0 before" for index in left)
         return reports[0]._replace(text=reports[0].text + notes)
+
+
+def _watched(process: BaseProcess) -> int:
+    """Return what becomes readable when a process has ended.
+
+    That is a descriptor of the process itself where there are such. Its sentinel tells less: a child of it may hold
+    the sentinel, the process may close it, and that of a fork server ends with the server.
+    """
+    with suppress(AttributeError, OSError):  # not on Linux
+        return os.pidfd_open(process.pid or 0)
+    return process.sentinel
 
 
 # --- XLA -------------------------------------------------------------------------------------------------------------

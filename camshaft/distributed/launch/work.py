@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -149,18 +150,13 @@ def end_with_parent(sentinel: Any, parent: int) -> None:
             server or a launcher may be between the two, so a death signal does not tell.
     """
     watched = [sentinel]
-    try:
+    with suppress(AttributeError, OSError):  # not on Linux, or where process ids are others
         watched.append(os.pidfd_open(parent))
-    except ProcessLookupError:
-        watched = []  # it has ended
-    except (AttributeError, OSError):
-        pass  # not on Linux
     threading.Thread(target=_watch, args=(watched,), name="camshaft-parent-watchdog", daemon=True).start()
 
 
 def _watch(watched: list[Any]) -> None:
-    if watched:
-        wait(watched)
+    wait(watched)
     os.kill(os.getpid(), signal.SIGTERM)  # the user's handler may save something
     time.sleep(GRACE)
     os._exit(1)  # the main thread may never return to Python, for example from a collective

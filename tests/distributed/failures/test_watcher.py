@@ -332,23 +332,6 @@ def test_ranks_of_other_nodes_learn_what_one_does_through_the_store(how: str) ->
         idist.barrier() if idist.get_rank() == 1 else idist.all_reduce(1)
 
 
-@needs_recorder
-@on_ranks(2)
-def test_a_node_that_does_not_answer_is_named_once_backward_has_failed() -> None:
-    be_on_a_node_of_its_own()
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=dist.new_group([0, 1]))
-    store = dist.distributed_c10d._get_default_store()
-    if idist.get_rank() == 1:
-        own_watcher()._nodes.answer = lambda *_: None  # type: ignore[method-assign]
-        store.wait(["raised"])
-        return
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6), model.process_group)
-    engine = Engine(lambda engine, batch: model(torch.ones(1, 2)).sum().backward())
-    with pytest.raises(RankFailedError, match="rank 1 does not answer, nor does its node; rank 0 waits for it in back"):
-        engine.run([0])
-    store.set("raised", "")
-
-
 @on_ranks(3)
 def test_a_long_wait_over_several_nodes_is_reported_once_when_the_late_rank_has_answered() -> None:
     be_on_a_node_of_its_own()

@@ -718,3 +718,73 @@ def test_a_script_without_a_main_guard_is_told_so_by_name(run_script, tmp_path):
     assert script.returncode == 1
     assert re.search(r"RuntimeError: .*script.py starts processes .* under if __name__ == '__main__':", errors)
     assert "exited with code 1 without reporting an exception: check its standard error" in errors
+
+
+HEALTHY = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import camshaft.distributed as idist
+
+def meet(local_rank, tensors=()):
+    assert idist.all_reduce(1) == 2
+
+def be_preempted(local_rank, folder):
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    idist.barrier()
+    Path(folder, f"ready{local_rank}").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    meet(local_rank)
+
+parallel = idist.Parallel("gloo", nproc_per_node=2)  # which starts nothing yet
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with parallel:
+        parallel.run(meet, [torch.ones(1) for _ in range(300)])
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    processes = idist.spawn("gloo", be_preempted, (folder,), nproc_per_node=2, join=False)
+    while len(list(folder.glob("ready*"))) < 2:
+        time.sleep(0.01)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(0.5)
+    (folder / "go").touch()
+    processes.join()
+    if (pid := os.fork()) == 0:
+        idist.spawn("gloo", meet, (), nproc_per_node=2)
+        os._exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("folder", ["short", "long" * 25])  # a fork server needs a socket, whose path is limited
+def test_what_a_fork_server_cannot_do_or_could_not_outlive_works_nevertheless(run_script, tmp_path, folder):
+    """Many shared tensors, a request to end that all processes handle, a child, and a long path."""
+    (tmp_path / folder).mkdir()
+    with run_script({"TMPDIR": str(tmp_path / folder)}, tmp_path, script=HEALTHY) as script:
+        try:
+            _, errors = script.communicate(timeout=HANG)
+        finally:
+            script.kill()
+    assert (script.returncode, errors) == (0, "")
+
+
+def close_its_pipes_and_wait(local_rank, folder):
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # that of the list itself is closed
+            if number > 2 and os.readlink(f"/proc/self/fd/{number}").startswith("pipe:"):
+                os.close(number)
+    Path(folder, "0 of 1").write_text(str(os.getpid()))
+    time.sleep(FOREVER)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_process_that_closes_what_it_did_not_open_has_not_ended(tmp_path, method):
+    arguments = {"start_method": method, "timeout": TIMEOUT, "join": False}
+    processes = idist.spawn("gloo", close_its_pipes_and_wait, (str(tmp_path),), **arguments)
+    wait_until(lambda: processes_in(tmp_path))
+    assert processes.join(timeout=0.1) is False
+    processes.end()
+    assert not processes_in(tmp_path)
