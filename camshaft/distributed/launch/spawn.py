@@ -69,9 +69,9 @@ def spawn(
             ``master_port`` (by default a free port, on one node), ``init_method``, the options of :func:`initialize`,
             and for the processes ``join``, ``daemon`` and ``start_method``: by default ``"forkserver"``, ``"spawn"``
             where no fork server can be used, as on Windows and macOS, and ``"fork"`` in a notebook, where each process
-            then computes with one thread, as the threads of the parent do not survive a fork. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``:
-            ``hosts``, ``timeout`` and the options of ``horovod.run``. ``"xla-tpu"``: ``start_method`` and ``spmd``. All
-            accept ``debug`` and ``hang_report_after``, as :func:`initialize` does.
+            then computes with one thread, as the threads of the parent do not survive a fork. ``"mpi"``: ``timeout``
+            and ``device``. ``"horovod"``: ``hosts``, ``timeout`` and the options of ``horovod.run``. ``"xla-tpu"``:
+            ``start_method`` and ``spmd``. All accept ``debug`` and ``hang_report_after``, as :func:`initialize` does.
 
     Returns:
         ``None``; with ``join=False`` an object whose ``join(timeout=None)`` waits for the processes.
@@ -354,11 +354,10 @@ class Processes:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             while self in _running:
-                alive = self._alive.values()
-                codes = [None if process in alive else process.exitcode for process in self.processes]
-                self._cause = self._find_cause(codes)
+                self._cause = self._find_cause()
                 if self._cause is not None:
                     self._wait_for_all(work.GRACE)
+                    self._cause = self._find_cause()  # with what the others have reported since
                 if self._cause is not None or not self._alive:
                     self.end()
                 elif (left := deadline - time.monotonic()) <= 0:
@@ -401,8 +400,10 @@ class Processes:
             if watched != process.sentinel:
                 os.close(watched)
 
-    def _find_cause(self, codes: list[int | None]) -> work.Failure | None:
+    def _find_cause(self) -> work.Failure | None:
         """Return the first failure; other processes could only fail in consequence of one that ended silently."""
+        alive = self._alive.values()
+        codes = [None if process in alive else process.exitcode for process in self.processes]  # before their reports
         reports = work.Failure.all_in(self.folder.name)
         reported = {failure.rank for failure in reports}
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
