@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
@@ -376,7 +376,7 @@ class Processes:
     def end(self) -> None:
         """Terminate the processes that still run, and kill those that have not ended after a few seconds."""
         for is_patient in (True, False):
-            for watched, process in self._alive.items():
+            for watched, process in tuple(self._alive.items()):
                 if watched == process.sentinel:
                     (process.terminate if is_patient else process.kill)()
                 else:
@@ -394,11 +394,14 @@ class Processes:
 
     def _collect(self, seconds: float) -> None:
         """Wait until a process has ended, and learn how."""
-        for watched in cast(list[int], wait(self._alive, seconds)):
-            process = self._alive.pop(watched)
-            process.join(_COLLECTING)  # which finds no exit code where SIGCHLD is ignored
-            if watched != process.sentinel:
-                os.close(watched)
+        ready = wait(self._alive, seconds)
+        for watched, process in tuple(self._alive.items()):
+            has_sentinel = watched == process.sentinel  # which a child of the process may hold
+            if watched in ready or (has_sentinel and process.exitcode is not None):
+                del self._alive[watched]
+                process.join(_COLLECTING)  # which finds no exit code where SIGCHLD is ignored
+                if not has_sentinel:
+                    os.close(watched)
 
     def _find_cause(self) -> work.Failure | None:
         """Return the first failure; other processes could only fail in consequence of one that ended silently."""
