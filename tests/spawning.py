@@ -49,6 +49,11 @@ def fail(local_rank: int, how: str) -> None:
     time.sleep(FOREVER)
 
 
+def fail_while_others_wait(local_rank: int, how: str) -> None:
+    """Fail on rank 1: what the other rank raises is a consequence."""
+    fail(local_rank, how) if local_rank == 1 else idist.barrier()
+
+
 class Unloadable:
     """An object that cannot be unpickled."""
 

@@ -351,6 +351,12 @@ class Sharded(IterableDataset):
         return Sharded(self.numbers[index::num_shards])
 
 
+def test_what_an_iterable_dataset_must_do_is_logged(on_rank_5_of_8, caplog):
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    idist.auto_dataloader(Stream(), batch_size=16)
+    assert "it must yield different samples on each rank" in caplog.text
+
+
 @on_ranks(2)
 def test_an_iterable_dataset_without_shard_is_used_as_it_is_and_rank_0_warns():
     with warnings.catch_warnings(record=True) as caught:

@@ -118,6 +118,8 @@ def test_orders_do_not_change_between_versions() -> None:
         [749389927796, 749389909191, 749389138823, 749389217121, 749389102894],
         [1, 0, 0, 2, 1],
     ]
+    keys = [key_of(0, 0), key_of(1, 2), key_of(-1, 2**64)]
+    assert keys == [18155624764998497171, 2998336559307561463, 17014288614703852444]
 
 
 @pytest.mark.parametrize("order", [Sequential(9), *RANDOM], ids=Order.describe)

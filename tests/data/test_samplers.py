@@ -460,6 +460,11 @@ class EndlessSampler(Sampler):
         return itertools.count()
 
 
+class UnsizedSampler(EndlessSampler):
+    def __len__(self):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
@@ -468,6 +473,7 @@ class EndlessSampler(Sampler):
         (DistributedSampler(range(3), 1, 0), "sampler must not be a DistributedSampler"),
         (DistributedProxySampler(SequentialSampler(range(3)), 1, 0), "sampler must not be a DistributedSampler"),
         (EndlessSampler(), "sampler must have a length"),
+        (UnsizedSampler(), "sampler must have a length"),
     ],
 )
 def test_a_proxy_of_something_else_is_refused(sampler, message):

@@ -16,7 +16,15 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import camshaft.distributed as idist
 from tests.guards import content
 from tests.horovod.checking import environment
-from tests.spawning import Unloadable, call_another_collective, end_with_parent, fail, run, write_context
+from tests.spawning import (
+    Unloadable,
+    call_another_collective,
+    end_with_parent,
+    fail,
+    fail_while_others_wait,
+    run,
+    write_context,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +62,12 @@ RAISED, EXITED = ProcessRaisedException, ProcessExitedException
         (fail, ("raise",), {}, RAISED, r"process 1 failed:\n(.*\n)*.*LookupError: the cause"),
         (fail, ("exit",), {}, EXITED, "process 1 exited with code 3"),
         (fail, ("kill",), {}, EXITED, "horovod.run exited with code"),
+        (fail_while_others_wait, ("raise",), {}, RAISED, r"process 1 failed:\n(.*\n)*.*LookupError: the cause"),
+        (fail_while_others_wait, ("kill",), {}, EXITED, "horovod.run exited with code"),
         (fail, (Unloadable(),), {}, RAISED, "ValueError: invalid literal for int.*'no number'"),
         (call_another_collective, (), {"debug": True}, RAISED, "RankDivergenceError: the calls of the ranks differ"),
     ],
-    ids=["raise", "exit", "kill", "unloadable", "debug"],
+    ids=["raise", "exit", "kill", "raise to one that waits", "kill to one that waits", "unloadable", "debug"],
 )
 def test_a_failing_process_stops_the_others_and_its_error_is_raised(
     function: Callable[..., None],

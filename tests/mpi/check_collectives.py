@@ -72,6 +72,8 @@ def tensors_of_every_dtype_are_moved() -> None:
         joined = torch.empty(3 * size, dtype=dtype)
         dist.all_gather_into_tensor(joined, mine)
         same(joined, torch.cat(everything))
+        for part in parts:
+            part.zero_()
         output = torch.empty(3, dtype=dtype)
         dist.gather(mine, parts if rank == 1 else None, dst=1)
         dist.scatter(output, parts if rank == 1 else None, src=1)

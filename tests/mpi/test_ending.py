@@ -55,6 +55,10 @@ FAILING = {
         "idist.isend(torch.ones(1 << 20), 1) if rank == 0 else None\nidist.finalize()",
         ["RuntimeError: a message to rank 1 was not received: ", "send cannot complete: rank 1 has left"],
     ),
+    "a short message is not received": (
+        "idist.isend('short', 1) if rank == 0 else None\nidist.finalize()",
+        ["RuntimeError: a message to rank 1 was not received: ", "send cannot complete: rank 1 has left"],
+    ),
     "a message is not sent": ("if rank == 0: idist.recv(1)", ["recv cannot complete: rank 1 has left"]),
     "it exits": ("if rank == 1: sys.exit(3)\n" + REDUCES, ["rank 1 has exited"]),
     "it returns": ("if rank == 0: " + REDUCES, ["rank 1 has exited"]),
@@ -63,6 +67,12 @@ FAILING = {
         ["DistBackendError: creating a group over MPI timed out after 0.3 s: 1 of 2 ranks joined"],
     ),
 }
+
+
+@pytest.mark.jobs
+def test_one_process_is_a_job_of_one() -> None:
+    run = mpirun(1, "-c", f"{BEGIN}\nprint(idist.get_world_size(), idist.all_reduce(3))")
+    assert (run.returncode, run.stdout.split()[-2:]) == (0, ["1", "3"]), run.stdout
 
 
 @pytest.mark.jobs
@@ -149,5 +159,6 @@ def test_the_launcher_of_another_mpi_library_is_refused(
     if is_right:
         check_launcher(variables, world_size)
         return
-    with pytest.raises(RuntimeError, match=r"MPI sees 1 process, but the launcher started 4 \(\w+_SIZE|\w+_TASKS\): "):
+    (name,) = variables
+    with pytest.raises(RuntimeError, match=rf"MPI sees 1 process, but the launcher started 4 \({name}\): start with"):
         check_launcher(variables, world_size)

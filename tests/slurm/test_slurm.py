@@ -172,6 +172,23 @@ def test_a_fault_ends_the_step_and_is_named(cluster, name):
     assert not outcome.problems(), outcome.report()
 
 
+KILLED = """
+import os, time
+import camshaft.distributed as idist
+idist.initialize("mpi")
+idist.barrier()
+if idist.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+time.sleep(2)
+"""
+
+
+def test_a_rank_of_mpi_does_not_wait_at_its_end_for_one_that_was_killed(cluster):
+    run = cluster.run("srun", "--ntasks=2", "--nodes=1", "--mpi=pmi2", *PYTHON, "-c", KILLED)
+    assert run.returncode != 0
+    assert "MPI cannot be finalized, as ranks [1] were killed" in run.output, run.output
+
+
 def test_node_names_that_do_not_resolve_are_not_needed(cluster):
     """The tasks use the address of srun's host, here the first node; without it, gloo would listen on loopback."""
     nameless = f"umount /etc/hosts && exec {shlex.join(PLACE)}"

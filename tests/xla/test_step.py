@@ -60,6 +60,7 @@ def test_training_on_xla_matches_the_cpu(device, make, options):
         losses.append(collect(trainer))
         trainer.run(batches(), max_epochs=5)
     assert losses[0][-1] < losses[0][0] / 4
+    assert {type(loss) for loss in losses[0]} == {float}
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=1e-3, atol=1e-4)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ OPTIONS = {"device", "timeout"}
 _ROOM = 1024  # bytes for the address of the store
 # what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOOK = 2.0  # seconds between two looks at the processes of other ranks
 _REPORTING = 10.0  # seconds that a failed process gives the others to report why, before it ends them
 _ENDING = 30.0  # seconds that a failed process gets to end by itself, for which torchrun allows as many
 
@@ -40,6 +42,7 @@ _made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the d
 _numbers = count(1)  # of the default groups that were made
 _servers: list[TCPStore] = []  # on rank 0
 _addresses: list[tuple[str, int]] = []  # of the store, once it is known
+_visible: dict[int, int] = {}  # process id of each rank that has one on this machine, in the same namespace
 
 
 def create(
@@ -64,9 +67,11 @@ def create(
     """
     initialize_mpi(timeout)
     try:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        topology = Topology.from_hosts(dist.get_rank(), hosts)
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, (socket.gethostname(), _namespace(), os.getpid()))
+        here = places[dist.get_rank()][:2]
+        _visible.update({rank: place[2] for rank, place in enumerate(places) if place[:2] == here})
+        topology = Topology.from_hosts(dist.get_rank(), [host for host, _, _ in places])
         return NativeBackend(topology, torch.device("cpu" if device is None else device))
     except BaseException:
         dist.destroy_process_group()
@@ -293,16 +298,48 @@ class JobGuard:
             watchdog.start()
 
 
+def _namespace() -> str:
+    """Return the namespace of process ids that this process belongs to."""
+    with suppress(OSError):  # not on Linux
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _has_ended(pid: int) -> bool:
+    if sys.platform == "win32":  # where this would interrupt the process
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        return False
+    with suppress(OSError):  # not on Linux
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"  # a launcher may not look
+    return False
+
+
 @atexit.register
 def _end_together() -> None:
     """Wait at the end of this process until all others have come to theirs, after an error not for long.
 
-    ``MPI_Finalize`` would wait as well, but take a whole core, and the store of rank 0 would be gone by then.
+    ``MPI_Finalize`` would wait as well, but take a whole core, and the store of rank 0 would be gone by then. It would
+    wait forever for a rank that was killed, which the launcher may leave to us, so then this process ends without it.
     """
+    gone, next_look = set[int](), _LOOK
 
     def check(waited: float) -> None:
+        nonlocal gone, next_look
         if waited > _patience:
             raise TimeoutError
+        if waited < next_look:
+            return
+        before, gone = gone, {rank for rank, pid in _visible.items() if _has_ended(pid)}
+        next_look = waited + _LOOK
+        if killed := sorted(before & gone):  # else the barrier, which ranks leave before they end, would be over
+            os.write(2, f"camshaft: MPI cannot be finalized, as ranks {killed} were killed; exiting\n".encode())
+            sys.stdout.flush()
+            os._exit(1)
 
     if os.getpid() == _process and _patience > 0 and not mpi().Is_finalized():
         if isinstance(dist.group.WORLD, MPIGroup):

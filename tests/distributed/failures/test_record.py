@@ -225,6 +225,24 @@ def test_how_a_process_ended_is_read_where_the_system_tells(tmp_path: Path) -> N
 # --- files -----------------------------------------------------------------------------------------------------
 
 
+@on_ranks(1)
+def test_the_end_of_another_process_with_the_same_id_is_not_that_of_a_rank(tmp_path: Path) -> None:
+    record = Record(0, 2, tmp_path)
+    record.job = "job"
+
+    def work() -> None:
+        other = Record(1, 2, tmp_path)
+        other._facts["start"] = f"1/{other._facts['start']}"  # of another namespace
+        other.job = "job"
+
+    node, pid = Node(record, 2, tmp_path), child_of(work)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its exit code could be read
+    assert node.read(is_urgent=True)[1].status == {}
+    os.waitpid(pid, 0)
+    record.close()
+
+
 def test_a_record_is_private_and_removed_when_it_is_closed(record: Record, tmp_path: Path) -> None:
     assert record.path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == find(tmp_path) == [record.path]

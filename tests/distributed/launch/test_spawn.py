@@ -123,7 +123,11 @@ def leave(local_rank, how, what):
 
 
 LEAVE = {"returns": lambda: None, "finalizes": idist.finalize, "exits at once": lambda: os._exit(0)}
-WAIT = {"collective": lambda: idist.all_reduce(1), "torch": lambda: dist.all_reduce(torch.ones(1))}
+WAIT = {
+    "collective": lambda: idist.all_reduce(1),
+    "torch": lambda: dist.all_reduce(torch.ones(1)),
+    "recv": lambda: idist.recv(1),
+}
 
 
 def note_what_the_others_learn(local_rank, folder):
@@ -244,6 +248,19 @@ def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monke
     processes.join()
 
 
+def tell_share(local_rank, folder):
+    Path(folder, str(local_rank)).write_text(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()}")
+
+
+def test_processes_compute_with_their_share_and_so_does_what_they_import_or_start(monkeypatch, tmp_path):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    # not the server of the tests, which may have one thread already
+    idist.spawn("gloo", tell_share, (str(tmp_path),), nproc_per_node=2, start_method="spawn", timeout=TIMEOUT)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [f"{share} {share}"] * 2
+
+
 def test_join_waits_as_long_as_it_is_told(tmp_path):
     processes = start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2, join=False)
     assert processes.join(timeout=0) is False
@@ -362,6 +379,7 @@ LEFT = "RankFailedError: rank 1 has left the run without an error; (it had calle
     [
         ("returns", "collective", f"{LEFT} waits for it in all_reduce at .*test_spawn.py:\\d+ in <lambda>"),
         ("finalizes", "torch", f"line \\d+, in leave(.|\\n)*{LEFT}"),
+        ("finalizes", "recv", f"{LEFT}(.|\\n)*in recv on rank 0, from rank 1, tag 0"),
         (
             "exits at once",
             "collective",
