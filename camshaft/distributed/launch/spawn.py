@@ -239,11 +239,11 @@ def _start_method_for(function: Callable[..., Any]) -> str:
 
 
 def _has_server() -> bool:
-    """Return whether the fork server runs, and start it if it does not; it has imported torch, and this module.
+    """Start the fork server, which imports torch and camshaft, unless it runs; return whether it can be used.
 
-    It is the one that all processes of multiprocessing share, so its modules stay those that the user has chosen. It
-    cannot be used where a socket cannot be created in the folder for temporary files, as its path is too long, or by
-    a process that was forked from the one that started it.
+    All processes of multiprocessing share it, so if the user has chosen what it imports, that is not changed. It cannot
+    be used where the folder for temporary files can hold no socket, as when its path is too long, or by a process that
+    was forked from the one that started the server.
     """
     server: Any = import_module("multiprocessing.forkserver")  # not on Windows
     if server._forkserver._preload_modules == ["__main__"]:  # the default
