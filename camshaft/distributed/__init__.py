@@ -18,7 +18,7 @@ from camshaft.distributed.collectives.api import (
     reduce_scatter,
     scatter,
 )
-from camshaft.distributed.collectives.messages import irecv, isend, recv, send
+from camshaft.distributed.collectives.point_to_point import irecv, isend, recv, send
 from camshaft.distributed.comp_models import (
     has_hvd_support,
     has_native_dist_support,

@@ -10,7 +10,7 @@ __all__ = ["has_hvd_support", "has_native_dist_support", "has_xla_support", "reg
 
 _CLASSES = {
     ("serial", "SerialBackend"): True,
-    ("torch", "NativeBackend"): has_native_dist_support,
+    ("torch_distributed", "NativeBackend"): has_native_dist_support,
     ("xla", "XlaBackend"): has_xla_support,
     ("horovod", "HorovodBackend"): has_hvd_support,
 }

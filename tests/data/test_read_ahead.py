@@ -23,7 +23,7 @@ import camshaft.distributed as idist
 from camshaft.data import read_ahead
 from camshaft.data.read_ahead import end_together, prefetch_to_device
 from camshaft.distributed.agreement.ends import BatchCounts
-from camshaft.distributed.backends.torch import NativeBackend
+from camshaft.distributed.backends.torch_distributed import NativeBackend
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
 from camshaft.types import Stateful

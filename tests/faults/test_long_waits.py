@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import camshaft.distributed as idist
 from camshaft.distributed import job
-from camshaft.distributed.failures import board, reports, status, verdicts, watcher
+from camshaft.distributed.failures import board, hang_reports, status, verdicts, watcher
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, EarlyStopping, TerminateOnNan, TimeLimit
 from tests.ranks import run_on_ranks
@@ -29,7 +29,7 @@ TIMES = {  # not those that allow for a busy machine
     board: ["PERIOD"],
     status: ["PATIENCE", "EARLY"],
     verdicts: ["PATIENCE"],
-    reports: ["_REST"],
+    hang_reports: ["_REST"],
 }
 
 

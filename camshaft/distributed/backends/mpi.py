@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from camshaft.distributed.backends.mpi_group import MPIGroup, mpi, wait_for
-from camshaft.distributed.backends.torch import NativeBackend
+from camshaft.distributed.backends.torch_distributed import NativeBackend
 from camshaft.distributed.topology import Launch, Topology
 
 OPTIONS = {"device", "timeout"}

@@ -34,7 +34,7 @@ NEEDS = {
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is "xla-tpu" here
 _PACKAGE = "camshaft.distributed.backends"
-_ADOPTERS = {"torch.distributed": "torch", "torch_xla": "xla", "horovod.torch": "horovod"}
+_ADOPTERS = {"torch.distributed": "torch_distributed", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
 _torch_world = dist.distributed_c10d._world  # its default_pg is dist.group.WORLD, in half the time
@@ -57,7 +57,7 @@ def module_of(name: str) -> ModuleType:
     """
     if lack := lack_of(name):
         raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack}")
-    return import_module(f"{_PACKAGE}.{_MODULES.get(name, 'torch')}")
+    return import_module(f"{_PACKAGE}.{_MODULES.get(name, 'torch_distributed')}")
 
 
 def nothing_to_adopt() -> bool:

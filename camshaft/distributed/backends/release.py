@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.backends import gloo
+from camshaft.distributed.backends import gloo_network
 from camshaft.distributed.connections import Addresses, connections
 
 _PATIENCE = 1.0  # seconds for a store to answer, if no thread waits in it
@@ -34,27 +34,27 @@ def release_groups(store: Store | None, own: Collection[Addresses]) -> None:
     groups = {group: dist.get_backend_config(group) for group in list(_world.pg_map)}
     for group, config in groups.items():
         if isinstance(group, dist.ProcessGroup) and "nccl" in config:
-            gloo.in_thread(group._get_backend(torch.device("cuda")).abort, "camshaft-release")
+            gloo_network.in_thread(group._get_backend(torch.device("cuda")).abort, "camshaft-release")
         elif hasattr(group, "release"):  # over mpi4py
             group.release()
     over_gloo = [group for group, config in groups.items() if "gloo" in config]
     if over_gloo:
-        _shut_down(_is_between(gloo.known_addresses()))
+        _shut_down(_is_between(gloo_network.known_addresses()))
 
     def ask() -> None:
         for group in over_gloo:  # also those that the user has made
-            _shut_down(_is_between(gloo.addresses_of(group)))
+            _shut_down(_is_between(gloo_network.addresses_of(group)))
         if store is not None:
             store.check(["camshaft"])
 
-    asking = gloo.in_thread(ask, "camshaft-release")
+    asking = gloo_network.in_thread(ask, "camshaft-release")
     asking.join(_PATIENCE)
     if asking.is_alive():
         _shut_down(lambda addresses: addresses in own)
 
 
 def _is_between(published: bytes) -> Callable[[Addresses], bool]:
-    return lambda addresses: any(gloo.packed(address) in published for address in addresses)
+    return lambda addresses: any(gloo_network.packed(address) in published for address in addresses)
 
 
 def _shut_down(is_meant: Callable[[Addresses], bool]) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from camshaft import activity
 from camshaft.activity import summary
 from camshaft.distributed.backends.contract import Backend, Resource
-from camshaft.distributed.failures import reports, verdicts
+from camshaft.distributed.failures import hang_reports, verdicts
 from camshaft.distributed.failures.board import Board
 from camshaft.distributed.failures.once import reporting
 from camshaft.distributed.failures.record import Node, Record, Snapshot, remove
@@ -370,7 +370,7 @@ class Watcher(Resource):
         waiting = {
             rank: one
             for rank, one in local.items()
-            if (reports.waited(one, now) > PATIENCE or one.status.get("lost"))
+            if (hang_reports.waited(one, now) > PATIENCE or one.status.get("lost"))
             and now - one.status.get("time", now) < _ABLE
         }
         if not waiting or len(local) == self._size:
@@ -385,7 +385,7 @@ class Watcher(Resource):
         lost = [one.status["lost"] for one in waiting.values() if one.status.get("lost")]
         keys = [wait.key for one in waiting.values() for wait in verdicts.waits_of(one)]
         keys += [tuple(one["key"]) for one in lost if one["key"]]
-        longest = max(reports.waited(one, now) for one in waiting.values())
+        longest = max(hang_reports.waited(one, now) for one in waiting.values())
         pause = min(max(longest / 2, PERIOD), _LONGEST_BREAK)
         if longest < self._hangs.after:
             pause = min(pause, max(self._hangs.after - longest, PERIOD))  # when a report is due
@@ -607,7 +607,7 @@ class _Hangs:
     def report(self, ranks: Ranks | None, local: dict[int, Snapshot], now: float) -> None:
         """Log a report if it is time, and the ranks of other nodes have just answered."""
         own = local.get(self._rank)
-        waited, shortest = 0.0 if own is None else reports.waited(own, now), min(PATIENCE, self.after)
+        waited, shortest = 0.0 if own is None else hang_reports.waited(own, now), min(PATIENCE, self.after)
         if waited < shortest:
             self._next, self._complete_since, self._call = 0.0, now, None
             if own is None or not own.status.get("lost"):
@@ -615,11 +615,11 @@ class _Hangs:
             return
         if ranks is None:
             return
-        able = (one for rank, one in ranks.items() if rank < self._rank and not reports.is_stale(one, now))
-        is_first = all(reports.waited(one, now) < shortest for one in able)
+        able = (one for rank, one in ranks.items() if rank < self._rank and not hang_reports.is_stale(one, now))
+        is_first = all(hang_reports.waited(one, now) < shortest for one in able)
         if not is_first or (waited < self.after and self.last_text is not None):
             return
-        report = reports.hang_report(ranks, self._rank, now)
+        report = hang_reports.hang_report(ranks, self._rank, now)
         if report is None:
             return
         if self._call != report.call:  # nobody looked between the two waits

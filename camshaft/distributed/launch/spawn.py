@@ -248,7 +248,7 @@ def _has_server() -> bool:
     server: Any = import_module("multiprocessing.forkserver")  # not on Windows
     if server._forkserver._preload_modules == ["__main__"]:  # the default
         server.set_forkserver_preload(
-            ["torch", "camshaft.distributed.backends.gloo", "camshaft.distributed.launch.server"]
+            ["torch", "camshaft.distributed.backends.gloo_network", "camshaft.distributed.launch.server"]
         )
     try:
         server.ensure_running()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.dtypes import FLOAT8
-from camshaft.distributed.backends.torch import NativeBackend
+from camshaft.distributed.backends.torch_distributed import NativeBackend
 from camshaft.distributed.collectives.values import bytes_of, check_reduction
 from camshaft.distributed.job import current
 from tests.ranks import on_ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from camshaft.distributed.failures import reports
+from camshaft.distributed.failures import hang_reports
 from tests.distributed.failures.stand_in import sent, snapshot, waiting
 
 RUN = {"line": "train.py:9 in main", "number": 1, "epoch": 1, "iteration": 3, "event": "ITERATION_COMPLETED"}
@@ -41,7 +41,7 @@ def test_the_report_of_a_hang_says_what_the_missing_rank_does(status: Any, text:
     ranks = {0: snapshot(0, **waiting("0", 5, "barrier", "0-1", "b.py:2 in g", engines=[RUN]))}
     if status is not None:
         ranks[1] = snapshot(1, **status)
-    report = reports.hang_report(ranks, 0, 100.0)
+    report = hang_reports.hang_report(ranks, 0, 100.0)
     assert report is not None
     assert report.text.startswith("rank 0 has been waiting for 10 s in barrier at b.py:2 in g, ")
     assert re.search(text, report.text), report.text
@@ -54,7 +54,7 @@ def test_the_report_of_a_hang_follows_the_ranks_that_wait_themselves() -> None:
         1: snapshot(1, 3, **{**waiting("1", 2, "all_reduce", "1-2", "c.py:4"), "begun": {"0": 4, "1": 2}}),
         2: snapshot(2, 3, begun={"0": 4, "1": 1}, stack=["a.py:1 in f"]),
     }
-    report = reports.hang_report(ranks, 0, 100.0)
+    report = hang_reports.hang_report(ranks, 0, 100.0)
     assert report is not None
     assert report.missing == [1, 2]
     assert "rank 1 waits for rank 2 in all_reduce at c.py:4" in report.text
@@ -62,8 +62,8 @@ def test_the_report_of_a_hang_follows_the_ranks_that_wait_themselves() -> None:
 
 
 def test_a_rank_that_does_not_wait_has_no_report() -> None:
-    assert reports.hang_report({0: snapshot(0, **BEGUN)}, 0, 100.0) is None
-    assert reports.hang_report({}, 0, 100.0) is None
+    assert hang_reports.hang_report({0: snapshot(0, **BEGUN)}, 0, 100.0) is None
+    assert hang_reports.hang_report({}, 0, 100.0) is None
 
 
 def test_the_report_on_1024_ranks_in_two_calls_takes_little_time_and_space() -> None:
@@ -77,7 +77,7 @@ def test_the_report_on_1024_ranks_in_two_calls_takes_little_time_and_space() -> 
         for rank in range(1024)
     }
     before = time.process_time()
-    report = reports.hang_report(ranks, 0, 100.0)
+    report = hang_reports.hang_report(ranks, 0, 100.0)
     assert time.process_time() - before < 1.0
     assert report is not None
     assert len(report.missing) == 512

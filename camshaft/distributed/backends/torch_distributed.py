@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from camshaft.distributed.backends import gloo
+from camshaft.distributed.backends import gloo_network
 from camshaft.distributed.backends.contract import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_wider
 from camshaft.distributed.backends.release import release_groups
@@ -84,7 +84,7 @@ class NativeBackend(Backend):
         self._interface = interface
         self._timeout = timeout
         self._world: Any = dist.group.WORLD
-        self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
+        self._send_waiters: defaultdict[int, gloo_network.SendWaiter] = defaultdict(gloo_network.SendWaiter)
         # Reading torch's records of nccl asks the device, which ends a capture of a graph that is in progress.
         self.adds_calls = not hasattr(self._world, "calls") and ("nccl" in config or not RECORDS_GLOO)
         self.calls = Calls(self.name) if self.adds_calls else getattr(self._world, "calls", None)
@@ -92,9 +92,9 @@ class NativeBackend(Backend):
 
     def enter(self) -> None:
         """Drain gloo at the exit of this process, and learn which connections are its own."""
-        gloo.drain_at_exit(self._world)
+        gloo_network.drain_at_exit(self._world)
         if "gloo" in dist.get_backend_config() and self.topology.world_size > 1:
-            gloo.in_thread(lambda: gloo.addresses_of(self._world), "camshaft-addresses")
+            gloo_network.in_thread(lambda: gloo_network.addresses_of(self._world), "camshaft-addresses")
 
     def messages_at(self, group: Group | None) -> torch.device:
         """Return the CPU: nccl ignores tags, and two ranks that send to each other would wait forever."""
@@ -170,7 +170,7 @@ class NativeBackend(Backend):
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send."""
         work: Any = dist.isend(tensor, dst, group, tag)
-        return work if self.name == "mpi" else gloo.Send(work, self._send_waiters[dst])
+        return work if self.name == "mpi" else gloo_network.Send(work, self._send_waiters[dst])
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to receive."""
@@ -179,8 +179,8 @@ class NativeBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Create a process group."""
-        with gloo.using(self._interface):
-            return gloo.connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
+        with gloo_network.using(self._interface):
+            return gloo_network.connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
     @property
     def members_make_groups(self) -> bool:
@@ -207,18 +207,18 @@ class NativeBackend(Backend):
         kind = dist.Backend(backend)
         make: Any = dist.distributed_c10d._new_process_group_helper
         timeout = self._timeout or dist.distributed_c10d._get_default_timeout(kind)
-        with gloo.using(self._interface):
+        with gloo_network.using(self._interface):
             group, _ = make(len(ranks), ranks.index(self.topology.rank), ranks, kind, store, name, timeout=timeout)
             _torch_world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
-            return gloo.connected(group)
+            return gloo_network.connected(group)
 
     def new_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """Create a mesh, and wait until the members of its groups are connected."""
-        with gloo.using(self._interface):
+        with gloo_network.using(self._interface):
             mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
             both = [mesh["dp_shard", "cp"]._flatten("dp_shard_cp")] if "cp" in axes else []
         for group in (group for one in (mesh, *both) for group in one.get_all_groups()):
-            gloo.connected(group)
+            gloo_network.connected(group)
             if self._timeout is not None:  # torch has no argument for it
                 dist.distributed_c10d._set_pg_timeout(self._timeout, group)
         return mesh
@@ -252,7 +252,7 @@ class NativeBackend(Backend):
     def close(self) -> None:
         """Destroy the process groups."""
         if dist.is_initialized():
-            gloo.destroy_groups()
+            gloo_network.destroy_groups()
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
@@ -314,9 +314,9 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     rank, size = _rank_and_size(launch, options.pop("rank", None), options.pop("world_size", None), method)
     store = open_store(launch, method, rank, size, options.get("timeout") or dist.default_pg_timeout)
     on_one_node = launch is not None and launch.topology.num_nodes == 1 and not launch.assumed
-    interface = None if on_one_node else gloo.find_interface(store, rank, size)
+    interface = None if on_one_node else gloo_network.find_interface(store, rank, size)
     given = {option: value for option, value in options.items() if value is not None}
-    with gloo.using(interface):
+    with gloo_network.using(interface):
         dist.init_process_group(name, store=store, rank=rank, world_size=size, **given)
     try:
         # Hosts are exchanged in the store: a collective would need the device, which depends on the topology. Each rank
@@ -333,7 +333,7 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
             torch.accelerator.set_device_index(chosen)
         backend.barrier(None)
     except BaseException:
-        gloo.destroy_groups()
+        gloo_network.destroy_groups()
         raise
     return backend
 

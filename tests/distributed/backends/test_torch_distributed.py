@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.torch import NativeBackend, check_options, create, device_of
+from camshaft.distributed.backends.torch_distributed import NativeBackend, check_options, create, device_of
 from camshaft.distributed.topology import Launch, Topology
 from tests.distributed.observed import see
 from tests.distributed.test_job import use_fresh_adoption

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed import job
-from camshaft.distributed.backends import gloo
-from camshaft.distributed.backends.gloo import Send, SendWaiter, find_interface, using
-from tests.distributed.collectives.test_messages import Work
+from camshaft.distributed.backends import gloo_network
+from camshaft.distributed.backends.gloo_network import Send, SendWaiter, find_interface, using
+from tests.distributed.collectives.test_point_to_point import Work
 from tests.guards import outlasting
 from tests.limits import HANG
 
@@ -197,10 +197,10 @@ def store_at(address: str) -> dist.TCPStore:
 
 def test_addresses_that_gloo_has_not_published_yet_are_read_later(monkeypatch):
     group, store = Mock(size=lambda: 1), dist.HashStore()
-    monkeypatch.setitem(gloo._world.pg_map, group, ("gloo", store))
-    assert gloo.addresses_of(group) == b""
+    monkeypatch.setitem(gloo_network._world.pg_map, group, ("gloo", store))
+    assert gloo_network.addresses_of(group) == b""
     store.set("cpu//0/0", "address")
-    assert gloo.addresses_of(group) == b"address"
+    assert gloo_network.addresses_of(group) == b"address"
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_gloo_uses_the_interface_towards_the_other_nodes_unless_the_user_has_cho
     if chosen is not None:
         monkeypatch.setenv(VARIABLE, chosen)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    monkeypatch.setattr(gloo, "_address_towards", {"127.0.0.1": "127.0.0.1", **towards}.__getitem__)
-    monkeypatch.setattr(gloo, "_interface_with", lambda address: f"interface with {address}")
+    monkeypatch.setattr(gloo_network, "_address_towards", {"127.0.0.1": "127.0.0.1", **towards}.__getitem__)
+    monkeypatch.setattr(gloo_network, "_interface_with", lambda address: f"interface with {address}")
     store = dist.PrefixStore("attempt", store_at("127.0.0.1"))
     if of_rank_1 is not None:
         store.set("camshaft/address/1", of_rank_1)
@@ -236,7 +236,7 @@ def test_one_process_and_stores_without_an_address_need_no_interface():
 
 
 def test_an_unknown_host_is_not_an_error():
-    assert gloo._address_towards("x" * 64) == ""  # no such name can be
+    assert gloo_network._address_towards("x" * 64) == ""  # no such name can be
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import camshaft.distributed as idist
-from camshaft.distributed.collectives import messages
+from camshaft.distributed.collectives import point_to_point
 from camshaft.distributed.collectives.values import bytes_of
 from camshaft.distributed.failures.waiting import only
 from camshaft.distributed.job import current
@@ -39,7 +39,7 @@ def same(got, wanted):
 
 
 def transfers():
-    return current().job.resource(messages.Transfers)
+    return current().job.resource(point_to_point.Transfers)
 
 
 def exchanged(value, other=None, **options):
@@ -221,7 +221,7 @@ def test_send_does_not_run_ahead_of_the_receiver():
 @on_ranks(2)
 def test_send_does_not_wait_for_as_many_messages_as_are_received_here():
     other = 1 - idist.get_rank()
-    assert 2 * 40 << 20 > messages._MOST_IN_FLIGHT
+    assert 2 * 40 << 20 > point_to_point._MOST_IN_FLIGHT
     coming = [idist.irecv(other) for _ in range(2)]
     for _ in coming:
         idist.send(torch.ones(10 << 20), other)  # of 40 MiB
@@ -463,7 +463,7 @@ class Work:
 
 
 def test_completed_sends_are_found_in_a_few_looks_each():
-    kept, looks = messages.Transfers(), []
+    kept, looks = point_to_point.Transfers(), []
 
     class Counted(Work):
         def is_completed(self):
@@ -485,7 +485,7 @@ def test_completed_sends_are_found_in_a_few_looks_each():
 
 def test_a_failed_send_is_reported_by_a_later_one_or_at_the_end():
     for later in (lambda kept: kept.keep(3, [(Work(), torch.empty(1))]), lambda kept: kept.finish()):
-        kept, failed = messages.Transfers(), Work(OSError("connection closed"))
+        kept, failed = point_to_point.Transfers(), Work(OSError("connection closed"))
         kept.keep(3, [(failed, torch.empty(1))])
         failed.end.set()
         with pytest.raises(RuntimeError, match="a message to rank 3 was not received: connection closed") as caught:
