@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 import camshaft
 import camshaft.distributed as idist
+from camshaft.distributed import failures
 from camshaft.distributed.failures import record
 from camshaft.distributed.failures.trace import RECORDS_GLOO
 from camshaft.distributed.job import current
+from camshaft.errors import RankFailedError
 from tests.limits import TIMEOUT
 from tests.ranks import await_watchers, on_ranks, run_on_ranks
 
@@ -51,6 +53,7 @@ ALL_REDUCE = (8, 5) if RECORDS_GLOO else (11, 6)  # with a list of calls of our 
 AUTO_DATALOADER = 15, 8
 INITIALIZE = 63, 18  # aim: 35 in 8; 22 of them, in 7 files, are in failures
 RUN = 40, 13
+FAIL = 46, 13  # on the threads of both ranks: 41 in 11 if the library's error comes before the news, else 20 in 8
 
 
 def check(functions: set[tuple[str, str]], limits: tuple[int, int]) -> None:
@@ -99,6 +102,34 @@ def begin(folder: str) -> None:
 
 def test_initialize(tmp_path: Path) -> None:
     run_on_ranks(2, begin, str(tmp_path))
+
+
+def fail(folder: str) -> list[tuple[str, str]]:
+    """Return what the last rank enters to say that it has failed, and the first, which waits for it, to raise this."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    idist.initialize("gloo", rank=rank, world_size=size, init_method=f"file://{folder}/store", timeout=TIMEOUT)
+    idist.all_reduce(torch.ones(1))  # what is found out once for a job
+    successful, _ = visited(lambda: idist.all_reduce(torch.ones(1)))
+
+    def end() -> None:
+        if rank == size - 1:
+            failures.publish(ValueError("the last rank"), current())
+        else:
+            with pytest.raises(RankFailedError, match="the last rank"):
+                idist.all_reduce(torch.ones(1))
+
+    functions, _ = visited(end)
+    idist.finalize()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness destroys
+    return sorted(functions - successful)
+
+
+def test_a_failure_until_another_rank_raises(tmp_path: Path) -> None:
+    """Its watcher's rounds, which look for more than failures, run beside, on a thread of their own."""
+    both = set().union(*run_on_ranks(2, fail, str(tmp_path)))
+    check(both, FAIL)
+    assert {name for _, name in both} >= {"publish", "translate"}
 
 
 def test_parallel_run(monkeypatch: pytest.MonkeyPatch) -> None:
