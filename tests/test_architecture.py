@@ -46,11 +46,12 @@ def inside(*names: str) -> tuple[str, ...]:
 
 CONTRACT = (*inside("backends.contract", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
-VALUES, FAILURES, WAITING = inside("collectives.values"), inside("failures", "failures.*"), inside("failures.waiting")
+VALUES, FAILURES = inside("collectives.values"), inside("failures", "failures.*")
+ALONE, STORE = inside("failures.alone"), inside("failures.store")
 # others tell the rest of it what they call and where they wait, and ask `failures` itself
 BEHIND_FAILURES = tuple(
     f"camshaft.distributed.failures.{name}"
-    for name in ("board", "once", "record", "reports", "status", "verdicts", "watcher")
+    for name in ("board", "hang_reports", "once", "record", "status", "verdicts", "watcher")
 )
 COLLECTIVES, AGREEMENT, MODELS = (inside(name, f"{name}.*") for name in ("collectives", "agreement", "models"))
 JOB = inside("job", "ranks")
@@ -64,7 +65,8 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (inside("backends.registry"), CONTRACT, ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (VALUES, CONTRACT, ()),
-    (WAITING, (*inside("failures.trace"), *CONTRACT), ()),
+    (ALONE, (*inside("failures.trace"), *CONTRACT), ()),
+    (STORE, (*ALONE, *CONTRACT), ()),
     (inside("connections", "cores"), (), ()),
     (inside("failures.record", "failures.trace"), LEAVES, ()),
     (inside("failures.debug"), (*FAILURES, *VALUES, *CONTRACT), ()),
@@ -75,8 +77,8 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
         BEHIND_FAILURES,
     ),
     (inside("collectives.call"), (*FAILURES, *VALUES, *CONTRACT), BEHIND_FAILURES),
-    (inside("ranks"), (*inside("collectives.call", "job"), *WAITING, *CONTRACT), ()),
-    (COLLECTIVES, (*COLLECTIVES, *inside("job"), *VALUES, *WAITING, *CONTRACT), ()),
+    (inside("ranks"), (*inside("collectives.call", "job"), *ALONE, *STORE, *CONTRACT), ()),
+    (COLLECTIVES, (*COLLECTIVES, *inside("job"), *VALUES, *ALONE, *STORE, *CONTRACT), ()),
     (AGREEMENT, (*AGREEMENT, *COLLECTIVES, *JOB, *FAILURES, *CONTRACT), BEHIND_FAILURES),
     (MODELS, (*MODELS, *COLLECTIVES, *JOB, *FAILURES, *ENVIRONMENTS, *CONTRACT), BEHIND_FAILURES),
     (

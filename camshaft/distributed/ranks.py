@@ -14,7 +14,7 @@ import torch
 
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.call import Call
-from camshaft.distributed.failures.waiting import alone, check_all_present, only
+from camshaft.distributed.failures.alone import alone, check_all_present, only
 from camshaft.distributed.job import current
 from camshaft.errors import check_type, line_of_caller
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from camshaft.distributed import get_world_size, model_name
-from camshaft.distributed.failures.waiting import alone
+from camshaft.distributed.failures.alone import alone
 from camshaft.distributed.models.replicas import register
 from camshaft.dtensors import is_dtensor, is_wrapped, reshard
 from camshaft.engine.deterministic import DeterministicEngine

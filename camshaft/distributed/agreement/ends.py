@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.api import all_gather
-from camshaft.distributed.failures.waiting import PAUSE, store_at, wait_for
+from camshaft.distributed.failures.store import PAUSE, store_at, wait_for
 from camshaft.errors import RankDivergenceError
 
 _FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it

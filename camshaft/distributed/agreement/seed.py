@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.api import broadcast
+from camshaft.distributed.failures.alone import alone
+from camshaft.distributed.failures.store import PAUSE, store_at, wait_for
 from camshaft.distributed.failures.trace import num_begun
-from camshaft.distributed.failures.waiting import PAUSE, alone, store_at, wait_for
 from camshaft.distributed.job import current, data_place
 from camshaft.errors import RankDivergenceError, line_of_caller
 from camshaft.text import counted

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from camshaft.distributed.collectives.api import all_reduce
 from camshaft.distributed.failures import Board, watch
-from camshaft.distributed.failures.waiting import EACH, PAUSE
+from camshaft.distributed.failures.store import EACH, PAUSE
 from camshaft.distributed.job import current
 
 _PAUSE = 0.005  # seconds, at least, between two requests while the ranks agree

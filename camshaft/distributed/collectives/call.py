@@ -16,7 +16,7 @@ from camshaft import activity
 from camshaft.distributed.backends.contract import Backend, Group, check_known
 from camshaft.distributed.collectives.values import check_dense
 from camshaft.distributed.failures import OUR_OWN, debug, translate
-from camshaft.distributed.failures.waiting import alone, check_all_present
+from camshaft.distributed.failures.alone import alone, check_all_present
 from camshaft.errors import RankDivergenceError, annotate, check_type
 from camshaft.text import counted, shortened_ranks
 

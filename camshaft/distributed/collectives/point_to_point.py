@@ -20,7 +20,7 @@ from torch import Tensor
 from camshaft.distributed.backends.contract import Backend, Group, Resource, Work
 from camshaft.distributed.collectives.call import Call, explain
 from camshaft.distributed.collectives.values import PLAIN, bytes_of, decode, encode, is_dense, prepared
-from camshaft.distributed.failures.waiting import check_all_present
+from camshaft.distributed.failures.alone import check_all_present
 from camshaft.distributed.job import current
 
 Transfer = tuple[Work, Tensor]

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.connections import connections, fail_if_silent, is_local, server_of
-from camshaft.distributed.failures.waiting import store_at
+from camshaft.distributed.failures.store import store_at
 
 PERIOD = 1.0  # seconds between two requests
 SILENCE = 5.0  # seconds without a packet from the host of the store after which a request fails

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backends.contract import Backend, Group, Resource
 from camshaft.distributed.collectives.values import all_gather_values
+from camshaft.distributed.failures.store import store_at, wait_for
 from camshaft.distributed.failures.trace import DEBUG, Calls
-from camshaft.distributed.failures.waiting import store_at, wait_for
 from camshaft.distributed.failures.watcher import Watcher
 from camshaft.errors import RankDivergenceError, line_of_caller
 from camshaft.text import shortened_ranks, table

@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 from camshaft import activity
+from camshaft.distributed.failures.alone import inside, strays
 from camshaft.distributed.failures.trace import Call, Found, Trace
-from camshaft.distributed.failures.waiting import inside, strays
 from camshaft.errors import line_of
 
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
@@ -24,7 +24,7 @@ FSDP, DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (paramete
 _IDLE = 0.05  # share of one core below which a thread counts as idle
 _MOST_FRAMES, _MOST_WAITS = 30, 8
 # which wait in Python, where others wait in torch
-_PATIENT = re.compile(r"camshaft/distributed/(backends/mpi|failures/waiting)\.py")
+_PATIENT = re.compile(r"camshaft/distributed/(backends/mpi|failures/store)\.py")
 _FOREIGN = re.compile(
     r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:data|distributed|engine|handlers)/"
     r"|/torch/(?:distributed|autograd|nn|utils)/|/torch/_ops\.py"

@@ -24,7 +24,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.values import is_dense
-from camshaft.distributed.failures.waiting import alone, store_at
+from camshaft.distributed.failures.alone import alone
+from camshaft.distributed.failures.store import store_at
 from camshaft.distributed.job import current, data_place
 from camshaft.dtensors import any_dtensor, is_wrapped
 from camshaft.errors import level_of_caller

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
 from camshaft.distributed import backend, get_rank, get_world_size, new_group
-from camshaft.distributed.failures.waiting import check_all_present
+from camshaft.distributed.failures.alone import check_all_present
 from camshaft.distributed.job import current
 from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events, FailureEvents

@@ -20,7 +20,7 @@ def test_a_long_wait_is_logged_once(caplog):
     store.set_timeout(timedelta(seconds=0.3))
     first, second = (BatchCounts(store, rank, 2, 8) for rank in range(2))
     first.report(BatchCount(8))
-    with mock.patch("camshaft.distributed.failures.waiting.SILENCE", 0.0), pytest.raises(RankDivergenceError):
+    with mock.patch("camshaft.distributed.failures.store.SILENCE", 0.0), pytest.raises(RankDivergenceError):
         first.collect()
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0 is waiting up to 0.3 s for ranks [1] in a synchronized pass over the data: they are "
@@ -91,7 +91,7 @@ def test_ranks_that_wait_together_make_a_limited_number_of_requests(monkeypatch)
     """However many they are: each of a thousand asks four times a second at most."""
     pauses = []
     clock = mock.Mock(**{"monotonic.side_effect": lambda: sum(pauses), "sleep.side_effect": pauses.append})
-    monkeypatch.setattr("camshaft.distributed.failures.waiting.time", clock)
+    monkeypatch.setattr("camshaft.distributed.failures.store.time", clock)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=8))
     rank = BatchCounts(store, 0, 1024, 8)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
 from camshaft.data import ExactBatchSampler, Sequential, Shuffled
-from camshaft.distributed.failures import waiting
+from camshaft.distributed.failures import store as job_store
 from camshaft.distributed.job import current
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
@@ -163,7 +163,7 @@ def test_only_the_first_pass_costs_a_request_and_it_leaves_one_key():
     for epoch in range(4):
         loader.sampler.set_epoch(epoch)
         Counted.asked = 0
-        with mock.patch("camshaft.distributed.failures.waiting.PrefixStore", Counted):
+        with mock.patch("camshaft.distributed.failures.store.PrefixStore", Counted):
             assert len(list(loader)) == 6
         assert Counted.asked == (epoch == 0)
         idist.barrier()
@@ -301,7 +301,7 @@ def test_loaders_without_a_seed_share_torchs_seed_of_rank_0():
 def test_creating_a_loader_does_not_block_and_the_seed_is_requested_once():
     rank = idist.get_rank()
     await_watchers()
-    with mock.patch("camshaft.distributed.failures.waiting.PrefixStore", Counted):
+    with mock.patch("camshaft.distributed.failures.store.PrefixStore", Counted):
         if rank == 1:
             loader = make()
         idist.barrier()
@@ -339,8 +339,8 @@ class Log(logging.Handler):
 def test_a_rank_logs_and_raises_if_rank_0_does_not_create_the_loader():
     if idist.get_rank() == 1:
         loader, store, log = make(), dist.distributed_c10d._get_default_store(), Log()
-        logging.getLogger(waiting.__name__).addHandler(log)
-        waiting.SILENCE = 0.0
+        logging.getLogger(job_store.__name__).addHandler(log)
+        job_store.SILENCE = 0.0
         store.set_timeout(timedelta(seconds=0.3))
         message = r"rank 1 timed out after 0.3 s waiting for rank 0 to create the loader that"
         with pytest.raises(RankDivergenceError, match=message):

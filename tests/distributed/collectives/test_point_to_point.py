@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import camshaft.distributed as idist
 from camshaft.distributed.collectives import point_to_point
 from camshaft.distributed.collectives.values import bytes_of
-from camshaft.distributed.failures.waiting import only
+from camshaft.distributed.failures.alone import only
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
 from tests.guards import outlasting

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed import job
-from camshaft.distributed.backends import torch as native
+from camshaft.distributed.backends import torch_distributed as native
 from camshaft.distributed.failures import record, trace, translate, watch
 from camshaft.distributed.failures import watcher as module
 from camshaft.distributed.failures.record import Node, Record
