@@ -91,7 +91,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
 
 # modules, what they may import of camshaft, and exceptions from that; the first match applies
 RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (("camshaft", "camshaft.__main__", "camshaft.migrate"), ("camshaft", "camshaft.*"), ()),
+    (("camshaft", "camshaft.__main__", "camshaft.as_ignite", "camshaft.migrate"), ("camshaft", "camshaft.*"), ()),
     (LEAVES, LEAVES, ()),
     (("camshaft.exceptions",), LEAVES, ()),
     (("camshaft.utils",), (*DISTRIBUTED, *LEAVES), ()),
