@@ -1,9 +1,9 @@
 """Port scripts and notebooks from PyTorch-Ignite: ``python -m camshaft.migrate [--write] PATHS``.
 
-Imports are rewritten at the positions that Python's parser reports, so everything else stays the same, byte for byte.
-Imports of ``ignite.metrics``, and of names that camshaft does not have, are left unchanged. What behaves differently is
-reported line by line, and what is left to change also in files whose imports have been rewritten. So are libraries that
-import PyTorch-Ignite, and names in YAML files.
+LibCST rewrites the imports and the uses of what they bind, and keeps comments and formatting. Imports of
+``ignite.metrics``, and of names that camshaft does not have, are left unchanged. What behaves differently is reported
+line by line, and what is left to change also in files whose imports have been rewritten. So are libraries that import
+PyTorch-Ignite, and names in YAML files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import re
 import sys
 import tokenize
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from json import decoder, scanner
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,37 +31,52 @@ from typing import Any
 from camshaft.files import write_atomically
 from camshaft.text import BOLD, CYAN, GREEN, RED, Look, counted
 
+try:
+    import libcst as cst
+    from libcst import matchers as m
+    from libcst import metadata
+    from libcst.helpers import get_full_name_for_node
+except ModuleNotFoundError as error:
+    needed = f"camshaft.migrate needs {error.name!r}: pip install 'camshaft[migrate]'"
+    if __name__ == "__main__":
+        sys.stderr.write(f"{needed}\n")
+        sys.exit(2)
+    raise ModuleNotFoundError(needed, name=error.name) from error
+
 PAGE = "docs/reference/pytorch-ignite.md"
-Edit = tuple[int, int, str]  # start, end, replacement
 _SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages", "venv")
+_STRING = r'"(?:[^"\\]|\\.)*"'  # of JSON
+_SOURCE = re.compile(rf'"source"\s*:\s*(\[\s*(?:{_STRING}\s*,?\s*)*\]|{_STRING})')
 _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun|python3?|writefile\s.*\.py)\b")
 
 
 # --- what behaves differently ---------------------------------------------------------------------------------------
 
 
-def _is_resuming(call: ast.Call) -> bool:
-    """Return whether a call loads a training state: by ``load_objects``, or into what is named like an engine."""
-    function = call.func
-    if isinstance(function, ast.Attribute) and function.attr == "load_state_dict":
-        return bool(re.search("trainer|engine", ast.unparse(function.value), re.IGNORECASE))
-    return True
+def _keywords(call: cst.Call) -> dict[str, str]:
+    """Return the keyword arguments of a call, with the code of their values."""
+    return {one.keyword.value: _code(one.value) for one in call.args if one.keyword}
 
 
-def _keyword(name: str) -> Callable[[ast.Call], bool]:
+def _code(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def _enables(name: str) -> Callable[[cst.Call], bool]:
     """Return a condition: the call passes a keyword whose value is not ``None`` or ``False``."""
-
-    def is_given(call: ast.Call) -> bool:
-        values = [one.value for one in call.keywords if one.arg == name]
-        return any(not (isinstance(value, ast.Constant) and value.value in (None, False)) for value in values)
-
-    return is_given
+    return lambda call: _keywords(call).get(name, "None") not in ("None", "False")
 
 
-def _passes(name: str) -> Callable[[ast.Call], bool]:
+def _passes(name: str) -> Callable[[cst.Call], bool]:
     """Return a condition: the call passes a keyword, whatever its value."""
-    return lambda call: any(one.arg == name for one in call.keywords)
+    return lambda call: name in _keywords(call)
+
+
+def _is_resuming(call: cst.Call) -> bool:
+    """Return whether a call loads a training state: by ``load_objects``, or into what is named like an engine."""
+    into = _code(call.func).rpartition(".load_state_dict")[0]
+    return not into or bool(re.search("trainer|engine", into, re.IGNORECASE))
 
 
 @dataclass(frozen=True)
@@ -70,214 +84,130 @@ class Rule:
     """A difference that affects calls of certain functions or classes.
 
     Attributes:
-        names: their names, without the module; names of methods, and of functions of ``os``, begin with a dot.
+        names: their names, without the module, separated by blanks; names of methods, and of functions of ``os``,
+            begin with a dot.
         section: section of the migration page.
         text: what behaves differently, and why.
         applies: returns whether a call is affected.
         is_change: whether the script may have to change, also after its imports have been rewritten.
     """
 
-    names: tuple[str, ...]
+    names: str
     section: str
     text: str
-    applies: Callable[[ast.Call], bool] = lambda call: True
+    applies: Callable[[cst.Call], bool] = lambda call: True
     is_change: bool = False
 
 
-_SAMPLES = (
-    "AveragePrecision",
-    "CohenKappa",
-    "EpochMetric",
-    "MatthewsCorrCoef",
-    "PrecisionRecallCurve",
-    "ROC_AUC",
-    "RocCurve",
-)
-_MEDIANS = ("MedianAbsoluteError", "MedianAbsolutePercentageError", "MedianRelativeAbsoluteError")
-_HOSTED = ("NeptuneLogger", "NeptuneSaver", "PolyaxonLogger", "setup_neptune_logging", "setup_plx_logging")
+_change = partial(Rule, is_change=True)
 
 RULES = (
-    Rule(
-        ("auto_dataloader",), "data",
+    Rule("auto_dataloader", "data",
         "with several ranks, batches differ: a rank reads blocks of samples, each sample once per epoch, where "
         "PyTorch-Ignite distributes them in strides, padded. At the end of an epoch, ranks may have batches of "
         "different sizes: nothing to do with create_supervised_trainer; a step of your own multiplies a mean loss by "
-        "engine.batch_share",
-    ),
-    Rule(
-        ("DistributedProxySampler",), "data",
-        "the order is the same as in PyTorch-Ignite, but the global random state does not change",
-    ),
-    Rule(
-        (".set_epoch",), "data",
-        "the engine itself calls set_epoch on the samplers of its loader; a number set in EPOCH_STARTED is kept",
-    ),
-    Rule(
-        ("DeterministicEngine",), "data",
+        "engine.batch_share"),
+    Rule("DistributedProxySampler", "data",
+        "the order is the same as in PyTorch-Ignite, but the global random state does not change"),
+    Rule(".set_epoch", "data",
+        "the engine itself calls set_epoch on the samplers of its loader; a number set in EPOCH_STARTED is kept"),
+    Rule("DeterministicEngine", "data",
         "batches after terminate_epoch, or with persistent workers, differ from those of PyTorch-Ignite: each pass is "
-        "seeded with its number, so that a resumed run has the same batches; set the same seed before it",
-    ),
-    Rule(
-        ("create_supervised_trainer",), "data",
+        "seeded with its number, so that a resumed run has the same batches; set the same seed before it"),
+    Rule("create_supervised_trainer", "data",
         "deterministic=True: batches after terminate_epoch, or with persistent workers, differ from those of "
         "PyTorch-Ignite, because each pass is seeded with its number",
-        _keyword("deterministic"),
-    ),
-    Rule(
-        ("create_supervised_trainer", "supervised_training_step", "supervised_training_step_amp"), "training",
+        _enables("deterministic")),
+    Rule("create_supervised_trainer supervised_training_step supervised_training_step_amp", "training",
         "gradient_accumulation_steps: the optimizer also steps for the last, partial window of an epoch, whose "
         "gradients were lost or leaked into the next epoch",
-        _keyword("gradient_accumulation_steps"),
-    ),
-    Rule(
-        ("create_supervised_trainer", "create_supervised_evaluator"), "training",
+        _enables("gradient_accumulation_steps")),
+    Rule("create_supervised_trainer create_supervised_evaluator", "training",
         "amp_mode='amp' on a CPU computes in bfloat16, whereas PyTorch-Ignite warned and stayed in float32",
-        _keyword("amp_mode"),
-    ),
-    Rule(
-        (".register_events",), "training",
+        _enables("amp_mode")),
+    Rule(".register_events", "training",
         "event_to_attr: the counter belongs to this engine, and no longer appears on every other state",
-        _keyword("event_to_attr"),
-    ),
-    Rule(
-        ("ModelCheckpoint", "DiskSaver"), "checkpoints",
-        "a directory that contains checkpoints is rejected without require_empty=False, "
-        "and saving adds the hidden folder .manifest: list checkpoints with glob('*.pt')",
-        lambda call: not _passes("require_empty")(call),
-    ),
-    Rule(
-        ("ModelCheckpoint",), "checkpoints",
+        _enables("event_to_attr")),
+    Rule("ModelCheckpoint DiskSaver", "checkpoints",
+        "a directory that contains checkpoints is rejected without require_empty=False, and saving adds the hidden "
+        "folder .manifest: list checkpoints with glob('*.pt')",
+        lambda call: "require_empty" not in _keywords(call)),
+    _change("ModelCheckpoint", "checkpoints",
         "save_interval= does not exist: attach the handler to an event with a filter, such as "
         "Events.ITERATION_COMPLETED(every=100)",
-        _passes("save_interval"),
-        is_change=True,
-    ),
-    Rule(
-        ("ModelCheckpoint",), "checkpoints",
+        _passes("save_interval")),
+    _change("ModelCheckpoint", "checkpoints",
         "save_as_state_dict= does not exist: remove it, as only states are saved",
-        _passes("save_as_state_dict"),
-        is_change=True,
-    ),
-    Rule(
-        (".listdir", ".iterdir"), "checkpoints",
-        "in a directory of checkpoints, the hidden folder .manifest is listed, too: use glob('*.pt')",
-        is_change=True,
-    ),
-    Rule(
-        ("load_objects",), "loading-the-checkpoint-of-a-running-job",
+        _passes("save_as_state_dict")),
+    _change(".listdir .iterdir", "checkpoints",
+        "in a directory of checkpoints, the hidden folder .manifest is listed, too: use glob('*.pt')"),
+    _change("load_objects", "loading-the-checkpoint-of-a-running-job",
         "checkpoints of PyTorch-Ignite load, except for the states of LRScheduler, ReduceLROnPlateauScheduler, "
         "ConcatScheduler, and warm-ups, which count calls differently; run returns at once if the loaded state has "
-        "reached its target",
-        is_change=True,
-    ),
-    Rule(
-        ("load_objects", ".load_objects", ".load_state_dict"), "loading-the-checkpoint-of-a-running-job",
+        "reached its target"),
+    _change("load_objects .load_objects .load_state_dict", "loading-the-checkpoint-of-a-running-job",
         "once the job has saved with camshaft, resume_latest() of the Checkpoint that saves replaces this: it loads "
         "the newest complete checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler "
         "otherwise does not know",
-        _is_resuming,
-        is_change=True,
-    ),
-    Rule(
-        ("LRScheduler", "ReduceLROnPlateauScheduler", "ConcatScheduler", "create_lr_scheduler_with_warmup"),
+        _is_resuming),
+    _change("LRScheduler ReduceLROnPlateauScheduler ConcatScheduler create_lr_scheduler_with_warmup",
         "schedules-of-a-running-job",
         "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: leave it out, "
-        "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)",
-        is_change=True,
-    ),
-    Rule(
-        ("EMAHandler",), "handlers",
+        "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)"),
+    Rule("EMAHandler", "handlers",
         "momentum_warmup and warmup_iters must be given together: one alone was silently ignored",
-        lambda call: len({one.arg for one in call.keywords} & {"momentum_warmup", "warmup_iters"}) == 1,
-    ),
-    Rule(
-        ("EarlyStopping",), "handlers",
+        lambda call: len({"momentum_warmup", "warmup_iters"}.intersection(_keywords(call))) == 1),
+    Rule("EarlyStopping", "handlers",
         "threshold_mode='rel': the margin is a fraction of the absolute score, also for scores below zero",
-        lambda call: any(isinstance(one.value, ast.Constant) and one.value.value == "rel" for one in call.keywords),
-    ),
-    Rule(
-        ("FastaiLRFinder",), "handlers",
-        "a search takes exactly num_iter iterations and restores the random state, so suggestions and later losses may "
-        "differ slightly",
-    ),
-    Rule(
-        ("BasicTimeProfiler", "HandlersTimeProfiler"), "handlers",
+        lambda call: _keywords(call).get("threshold_mode", "")[1:-1] == "rel"),
+    Rule("FastaiLRFinder", "handlers",
+        "a search takes exactly num_iter iterations and restores the random state, so suggestions and later losses "
+        "may differ slightly"),
+    Rule("BasicTimeProfiler HandlersTimeProfiler", "handlers",
         "times belong to the event and the iteration in which they were measured; calls that a filter rejects are not "
-        "counted",
-    ),
-    Rule(
-        ("ProgressBar",), "loggers",
+        "counted"),
+    Rule("ProgressBar", "loggers",
         "where the output is not a terminal, whole lines are printed, at most one every ten seconds: carriage returns "
-        "make a log file unreadable",
-    ),
-    Rule(
-        ("TensorboardLogger", "setup_tb_logging"), "loggers",
+        "make a log file unreadable"),
+    Rule("TensorboardLogger setup_tb_logging", "loggers",
         "uses torch's writer, which needs tensorboard; tensorboardX, whose flush loses points, is used only if "
-        "tensorboard is missing",
-    ),
-    Rule(
-        ("OutputHandler", ".attach_output_handler"), "loggers",
+        "tensorboard is missing"),
+    _change("OutputHandler .attach_output_handler", "loggers",
         "another_engine= does not exist: pass global_step_transform=global_step_from_engine(engine), a function of "
         "camshaft.handlers",
-        _passes("another_engine"),
-        is_change=True,
-    ),
-    Rule(
-        ("ClearMLLogger", "setup_clearml_logging"), "loggers",
-        "does not upload the file of each torch.save, which included temporary ones: use ClearMLSaver",
-    ),
-    Rule(
-        ("MLflowLogger", "setup_mlflow_logging"), "loggers",
-        "sends in the background, so that a slow server delays nothing",
-    ),
-    Rule(
-        ("VisdomLogger", "setup_visdom_logging"), "not-included",
-        "is not included: use TensorboardLogger, setup_tb_logging",
-        is_change=True,
-    ),
-    Rule(
-        _HOSTED, "not-included",
-        "is not included: use WandBLogger, MLflowLogger, or ClearMLLogger, and their setup functions",
-        is_change=True,
-    ),
-    Rule(
-        (*_SAMPLES, *_MEDIANS), "metrics",
+        _passes("another_engine")),
+    Rule("ClearMLLogger setup_clearml_logging", "loggers",
+        "does not upload the file of each torch.save, which included temporary ones: use ClearMLSaver"),
+    Rule("MLflowLogger setup_mlflow_logging", "loggers",
+        "sends in the background, so that a slow server delays nothing"),
+    _change("VisdomLogger setup_visdom_logging", "not-included",
+        "is not included: use TensorboardLogger, setup_tb_logging"),
+    _change("NeptuneLogger NeptuneSaver PolyaxonLogger setup_neptune_logging setup_plx_logging", "not-included",
+        "is not included: use WandBLogger, MLflowLogger, or ClearMLLogger, and their setup functions"),
+    _change("AveragePrecision CohenKappa EpochMetric MatthewsCorrCoef PrecisionRecallCurve ROC_AUC RocCurve "
+        "MedianAbsoluteError MedianAbsolutePercentageError MedianRelativeAbsoluteError", "metrics",
         "is rejected in a job of several ranks, because it gathers samples as if every rank had the same number: use "
-        "camshaft.handlers.attach_metrics with a metric of torchmetrics",
-        is_change=True,
-    ),
-    Rule(
-        ("RunningAverage",), "metrics",
+        "camshaft.handlers.attach_metrics with a metric of torchmetrics"),
+    Rule("RunningAverage", "metrics",
         "works; camshaft.handlers.RunningAverage can replace it, and does not wait for the GPU in each iteration, but "
-        "does not average over ranks",
-    ),
-    Rule(
-        ("setup_common_training_handlers", "setup_common_distrib_training_handlers"), "handlers",
+        "does not average over ranks"),
+    Rule("setup_common_training_handlers setup_common_distrib_training_handlers", "handlers",
         "output_names: each rank has its own running averages, because averaging over ranks would make them wait for "
         "each other in each iteration",
-        _keyword("output_names"),
-    ),
-    Rule(
-        ("show_config", "Parallel", "EarlyStopping"), "loggers",
+        _enables("output_names")),
+    Rule("show_config Parallel EarlyStopping", "loggers",
         "configures no logging: camshaft.utils.setup_logger('camshaft') shows its records, and those of "
-        "auto_dataloader and auto_model",
-    ),
+        "auto_dataloader and auto_model"),
 )  # fmt: skip
+_RULES_OF: dict[str, list[Rule]] = {
+    name: [rule for rule in RULES if name in rule.names.split()] for one in RULES for name in one.names.split()
+}
 _NAMES = re.compile("ignite|camshaft")
 _MODULE = re.compile(r"ignite(\.(?!metrics)\w+)*")
 _MODULE_IN_TEXT = re.compile(r"(?<![\w.-])ignite(\.\w+)+")
 _IMPORTS_IGNITE = re.compile(rb"^[ \t]*(?:from|import)[ \t]+ignite\b|import\w*\(\s*[\"']ignite\b", re.MULTILINE)
 _VERSION = "__version__ becomes that of camshaft: change code that compares it, and text that names PyTorch-Ignite"
-_PRIVATE = (
-    "_allowed_events",
-    "_event_handlers",
-    "_fire_event",
-    "_internal_run",
-    "_run_once_on_dataset",
-)
-_RULES_OF: dict[str, list[Rule]] = {
-    name: [rule for rule in RULES if name in rule.names] for one in RULES for name in one.names
-}
+_PRIVATE = ("_allowed_events", "_event_handlers", "_fire_event", "_internal_run", "_run_once_on_dataset")
 
 
 @dataclass(frozen=True, order=True)
@@ -350,12 +280,16 @@ def migrate(source: str) -> tuple[str, list[Note]]:
     """
     if not _NAMES.search(source):
         return source, []
-    tree = _parse(source)
-    rewriting = _Rewriting(source, tree)
-    new = _applied(source, rewriting.edits())
-    if new != source and _strings(_parse(new)) != _strings(tree):
-        raise SyntaxError("the names in an f-string cannot be located")
-    return new, sorted({*rewriting.notes, *_notes(tree), *_of_libraries(tree)})
+    libraries = _of_libraries(_parse(source))
+    try:
+        # What the parser returns has no duplicates, and a copy of a deep tree would exceed the limit of recursion.
+        tree = metadata.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+        if tree.module.code != source:
+            raise SyntaxError("LibCST does not keep its formatting, such as a form feed")
+        migration = _Migration()
+        return tree.visit(migration).code, sorted({*migration.notes, *libraries})
+    except (cst.ParserSyntaxError, RecursionError) as error:
+        raise SyntaxError(f"cannot be parsed: {error}") from error
 
 
 def _parse(source: str | bytes) -> ast.Module:
@@ -369,286 +303,223 @@ def _parse(source: str | bytes) -> ast.Module:
         raise SyntaxError(f"cannot be parsed: {error}") from error
 
 
-def _strings(tree: ast.Module) -> list[str]:
-    return sorted(repr(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant))
+class _Migration(cst.CSTTransformer):
+    """Replaces imports and the uses of what they bind, and collects notes on what it visits."""
 
+    METADATA_DEPENDENCIES = (metadata.ParentNodeProvider, metadata.PositionProvider, metadata.ScopeProvider)
 
-def _lines(source: str) -> list[str]:
-    """Return the lines as the parser counts them: ``str.splitlines`` splits at other characters, too."""
-    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", source)
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Note] = []
+        self._concerns_us = False  # whether the source imports PyTorch-Ignite or camshaft
+        self._new_names: dict[cst.CSTNode, cst.Name] = {}
+        self._new_aliases: dict[cst.ImportAlias, list[cst.ImportAlias]] = {}
+        self._comments: list[str] = []  # of names that leave the statement
 
-
-def _applied(source: str, edits: Iterable[Edit]) -> str:
-    for start, end, text in sorted(set(edits), reverse=True):
-        source = source[:start] + text + source[end:]
-    return source
-
-
-@dataclass
-class _Use:
-    """A name in the code that refers to something in PyTorch-Ignite, such as ``ignite.engine.Engine``."""
-
-    head: ast.Name
-    chain: list[ast.Attribute]  # inner first
-
-    @property
-    def path(self) -> str:
-        return ".".join(["ignite", *(one.attr for one in self.chain)])
-
-
-@dataclass
-class _Rewriting:
-    """The edits of a source."""
-
-    source: str
-    tree: ast.Module
-    notes: list[Note] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._lines = _lines(self.source)
-        self._starts = [0]
-        for line in self._lines:
-            self._starts.append(self._starts[-1] + len(line))
-        newline = re.search(r"\r\n|\r|\n", self.source)
-        self._newline = newline.group() if newline else "\n"
-
-    def edits(self) -> list[Edit]:
-        """Return the edits of all imports, and of the uses of names that they bind."""
-        found: list[Edit] = []
-        packages: dict[tuple[ast.AST, str], list[tuple[ast.Import, ast.alias]]] = {}
-        for scope, node in _imports(self.tree, self.tree):
-            if isinstance(node, ast.ImportFrom):
-                if node.level == 0 and _is_ignite(node.module or ""):
-                    found += self._of_names(node)
-                continue
-            for alias in filter(lambda one: _is_ignite(one.name), node.names):
-                if alias.asname is None or alias.name == "ignite":
-                    packages.setdefault((scope, alias.asname or "ignite"), []).append((node, alias))
-                elif (new := moved(alias.name)) is not None:
-                    found.append((*self._span(alias), f"{new} as {alias.asname}"))
-        bound = _bound(self.tree) if packages else set()
+    def visit_Module(self, node: cst.Module) -> None:
+        self._scopes: Any = self.metadata[metadata.ScopeProvider]
+        packages: dict[tuple[Any, str], list[cst.ImportAlias]] = {}
+        for statement in m.findall(node, m.Import() | m.ImportFrom()):
+            self._concerns_us |= any(_NAMES.fullmatch(_root(path)) for path in _paths(statement))
+            for alias in statement.names if isinstance(statement, cst.Import) else ():
+                name = alias.evaluated_name
+                if _root(name) == "ignite" and (alias.asname is None or name == "ignite"):
+                    packages.setdefault((self._scopes[statement], alias.evaluated_alias or "ignite"), []).append(alias)
+                elif _root(name) == "ignite" and (new := moved(name)):
+                    self._new_aliases[alias] = [alias.with_changes(name=_dotted(new))]
         for (scope, head), binders in packages.items():
-            if head in bound:
-                line = binders[0][0].lineno
-                self.notes.append(
-                    Note(line, f"not rewritten, because {head!r} is also the name of something else", "imports")
-                )
+            self._move_package(scope, head, binders)
+
+    def _move_package(self, scope: Any, head: str, binders: list[cst.ImportAlias]) -> None:
+        """Replace ``import ignite...`` in a scope, and everything that is accessed through that name."""
+        assignments = scope[head]
+        if {one.node for one in assignments} - {self._parent(alias) for alias in binders}:
+            self._note(binders[0], f"not rewritten, because {head!r} is also the name of something else", "imports")
+            return
+        move: list[cst.CSTNode] = []  # what is replaced by a name
+        stay: list[str] = []  # paths
+        # not `assignment.references`, which lack uses above the import, as in cells that run out of order
+        for access in (one for any_scope in {*self._scopes.values()} - {None} for one in any_scope.accesses):
+            nodes, path = [_head(access.node)], "ignite"
+            if getattr(nodes[0], "value", "") != head or not assignments & access.scope[head]:
+                continue  # another name, or in a string
+            while isinstance(parent := self._parent(nodes[-1]), cst.Attribute) and parent.value is nodes[-1]:
+                nodes.append(parent)
+                path += f".{parent.attr.value}"
+            if path != "ignite" and moved(path):
+                move.append(nodes[path.startswith("ignite.contrib.handlers")])
             else:
-                found += self._of_package(scope, head, binders)
-        return found
-
-    def _of_names(self, node: ast.ImportFrom) -> list[Edit]:
-        """Return the edits of ``from ignite... import ...``, with one statement for each new module."""
-        module = node.module or ""
-        groups: dict[str, list[ast.alias]] = {}
-        for alias in node.names:
-            path = moved(module if alias.name == "*" else f"{module}.{alias.name}")
-            new = module if path is None else path if alias.name == "*" else path.rpartition(".")[0]
-            groups.setdefault(new, []).append(alias)
-        if list(groups) == [module]:
-            return []
-        first = max(groups, key=lambda name: (name != module, len(groups[name])))
-        start, _ = self._span(node)
-        path_of = re.compile(r"[\s\\]*\.[\s\\]*".join(module.split("."))).search(self.source, start)
-        assert path_of is not None, "the statement names its module"
-        edits: list[Edit] = [(*path_of.span(), first)] if first != module else []
-        edits += [(*span, "") for span in self._without(node, groups[first])]
-        if others := [name for name in groups if name != first]:
-            texts = {name: ", ".join(self.source[slice(*self._span(one))] for one in groups[name]) for name in others}
-            statements = [f"from {name} import {text}" for name, text in texts.items()]
-            edits.append(self._after(node, statements))
-        return edits
-
-    def _without(self, node: ast.ImportFrom, kept: list[ast.alias]) -> list[tuple[int, int]]:
-        """Return the spans to delete so that only some names of an import are left."""
-        spans = [self._span(alias) for alias in node.names]
-        spans_kept = [alias in kept for alias in node.names]
-        deleted: list[tuple[int, int]] = []
-        for index, ((start, end), stays) in enumerate(zip(spans, spans_kept, strict=True)):
-            if stays:
-                continue
-            if any(spans_kept[index:]):  # up to the next name, or with its own line
-                following = spans[index + 1][0]
-                if self._same_line(end, following):
-                    deleted.append((start, following))
-                    continue
-                comma = re.compile(r"(?:[^,#]|#.*)*,").match(self.source, end)  # not one in a comment
-                assert comma is not None, "a comma separates two names"
-                deleted.append(self._with_line(start, comma.end()))
-                continue
-            last = spans[max(position for position, one in enumerate(spans_kept[:index]) if one)][1]
-            if self._same_line(last, start) or "\\" in self.source[last:start]:  # a line must follow a backslash
-                deleted.append((last, end))
-            else:
-                comma_after = re.compile(r"\s*,").match(self.source, end)
-                deleted.append(self._with_line(start, comma_after.end() if comma_after else end))
-        return _joined(deleted)
-
-    def _same_line(self, start: int, end: int) -> bool:
-        return not re.search(r"[\r\n]", self.source[start:end])
-
-    def _with_line(self, start: int, end: int) -> tuple[int, int]:
-        """Extend a span to its whole line if nothing else is on it."""
-        before = re.compile(r"(?:(?<=[\r\n])|\A)[^\S\r\n]*\Z")
-        first = before.search(self.source[:start])
-        rest = re.compile(r"[^\S\r\n]*(?:\r\n|\r|\n)").match(self.source, end)
-        if first and rest:
-            return first.start(), rest.end()
-        blanks = re.compile(r"[^\S\r\n]*").match(self.source, end)
-        return start, blanks.end() if blanks else end
-
-    def _after(self, node: ast.stmt, statements: list[str]) -> Edit:
-        """Return the edit that adds statements after another one, on separate lines if that one has its own line."""
-        start, end = self._span(node)
-        indent = self._lines[node.lineno - 1][: start - self._starts[node.lineno - 1]]
-        stop = self._starts[node.end_lineno or node.lineno]
-        rest = self.source[end:stop]
-        if indent.strip() or not re.fullmatch(r"\s*(#.*)?\s*", rest):
-            return end, end, "".join(f"; {one}" for one in statements)
-        if not rest.endswith(("\r", "\n")):
-            return stop, stop, "".join(f"{self._newline}{indent}{one}" for one in statements)
-        return stop, stop, "".join(f"{indent}{one}{self._newline}" for one in statements)
-
-    def _of_package(self, scope: ast.AST, head: str, binders: list[tuple[ast.Import, ast.alias]]) -> list[Edit]:
-        """Return the edits of ``import ignite...``, and of everything that is accessed through that name."""
-        move: list[_Use] = []
-        stay: list[_Use] = []
-        edits: list[Edit] = []
-        for use in _uses(scope, head):
-            start, end = self._span(use.head)
-            new = moved(use.path) if use.chain else None
-            # not where the parser is wrong, as it was in some f-strings before Python 3.12
-            (move if new and self.source[start:end] == head else stay).append(use)
-        alias_stays = head != "ignite" and not stay  # `import camshaft as ig`
-        package = head if alias_stays else "camshaft"
-        for use in move:
-            is_contrib = [one.attr for one in use.chain[:2]] == ["contrib", "handlers"]
-            last, suffix = (use.chain[1], ".handlers") if is_contrib else (use.head, "")
-            edits.append((self._span(use.head)[0], self._span(last)[1], package + suffix))
-        new_names = [None if stay and alias.name == "ignite" else moved(alias.name) for _, alias in binders]
-        results = [[new or alias.name] for new, (_, alias) in zip(new_names, binders, strict=True)]
-        names = [name.partition(".")[0] for result in results for name in result]
-        if move and "camshaft" not in names:
+                stay.append(path)
+        is_renamed = head != "ignite" and not stay  # `import camshaft as ig`
+        self._new_names.update((node, cst.Name(head if is_renamed else "camshaft")) for node in move)
+        names = [alias.evaluated_name for alias in binders]
+        results = [[name if stay and name == "ignite" else moved(name) or name] for name in names]
+        roots = {_root(name) for result in results for name in result}
+        if move and "camshaft" not in roots:
             results[0].insert(0, "camshaft")
-        if stay and "ignite" not in names:
-            all_metrics = all(use.path.startswith("ignite.metrics.") for use in stay)
-            results[0].append("ignite.metrics" if all_metrics else "ignite")
-        for (node, alias), result in zip(binders, results, strict=True):
-            shown = [
-                f"{name} as {head}" if head != "ignite" and (alias_stays or name == "ignite") else name
+        if stay and "ignite" not in roots:
+            results[0].append(
+                "ignite.metrics" if all(path.startswith("ignite.metrics.") for path in stay) else "ignite"
+            )
+        for alias, result in zip(binders, results, strict=True):
+            self._new_aliases[alias] = [
+                alias.with_changes(name=_dotted(name), asname=alias.asname if is_renamed or name == "ignite" else None)
                 for name in result
             ]
-            if shown == [self.source[slice(*self._span(alias))]]:
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+        return self._new_names.get(original_node, updated_node)
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        return self._new_names.get(original_node, updated_node)
+
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
+        names = [one for alias in original_node.names for one in self._new_aliases.get(alias, [alias])]
+        if names == [*original_node.names]:
+            return updated_node
+        names = [one.with_changes(comma=cst.MaybeSentinel.DEFAULT) for one in names]
+        if len(original_node.names) > 1:
+            return updated_node.with_changes(names=names)
+        return cst.FlattenSentinel(
+            [updated_node.with_changes(names=names[:1]), *(cst.Import([one]) for one in names[1:])]
+        )
+
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
+        """Replace ``from ignite... import ...`` with one statement for each new module."""
+        module = _module(original_node)
+        if _root(module) != "ignite":
+            return updated_node
+        if isinstance(updated_node.names, cst.ImportStar):
+            return updated_node.with_changes(module=_dotted(moved(module) or module))
+        groups: dict[str, list[cst.ImportAlias]] = {}
+        for alias in updated_node.names:
+            path = moved(f"{module}.{alias.evaluated_name}")
+            groups.setdefault(path.rpartition(".")[0] if path else module, []).append(alias)
+        if [*groups] == [module]:
+            return updated_node
+        first = max(groups, key=lambda name: (name != module, len(groups[name])))
+        kept = self._only(updated_node, groups.pop(first)).with_changes(module=_dotted(first))
+        others = [
+            cst.ImportFrom(_dotted(name), [one.with_changes(comma=cst.MaybeSentinel.DEFAULT) for one in aliases])
+            for name, aliases in groups.items()
+        ]
+        return cst.FlattenSentinel([kept, *others])
+
+    def _only(self, node: Any, kept: list[Any]) -> Any:
+        """Return an import with only some of its names, and take the comments beside the others."""
+        removed: list[Any] = [one for one in node.names if one not in kept]
+        *others, last = kept
+        end = node.names[-1]
+        rpar = node.rpar
+        if last is not end:  # what is after the last name moves to another one
+            after = last.comma.whitespace_after
+            if isinstance(after, cst.ParenthesizedWhitespace):  # the parenthesis closes on a line of its own
+                comma = last.comma.with_changes(whitespace_after=after.with_changes(last_line=cst.SimpleWhitespace("")))
+                removed.append(rpar)
+                rpar = cst.RightParen()
+            else:
+                comma = end.comma
+            last = last.with_changes(comma=comma)
+        self._comments += [getattr(found, "value", "") for one in removed for found in m.findall(one, m.Comment())]
+        return node.with_changes(names=[*others, last], rpar=rpar)
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> Any:
+        """Give new statements lines of their own if the old one had its own line."""
+        lines = [updated_node]
+        if len(original_node.body) == 1:
+            lines = [updated_node.with_changes(body=updated_node.body[:1])]
+            lines += [cst.SimpleStatementLine([one]) for one in updated_node.body[1:]]
+        if self._comments:
+            comment: Any = lines[-1].trailing_whitespace.comment
+            text = "  ".join([*([comment.value] if comment else []), *self._comments])
+            trailing = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), cst.Comment(text))
+            lines[-1] = lines[-1].with_changes(trailing_whitespace=trailing)
+        self._comments = []
+        return cst.FlattenSentinel(lines)
+
+    # --- notes
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        for path in _paths(node):
+            name = path.rpartition(".")[2]
+            if _root(path) != "ignite" or path.startswith(("ignite.metrics", "ignite.contrib.metrics")):
                 continue
-            edits.append((*self._span(alias), shown[0] if len(node.names) == 1 else ", ".join(shown)))
-            if len(node.names) == 1 and shown[1:]:
-                edits.append(self._after(node, [f"import {name}" for name in shown[1:]]))
-        return edits
+            if path == "ignite.__version__":
+                self._note(node, _VERSION, "imports")
+            elif name != "*" and moved(path) is None:
+                texts = [one.text for one in _RULES_OF.get(name, ()) if one.section == "not-included"]
+                text = texts[0] if texts else "stays with PyTorch-Ignite, because camshaft does not have it"
+                self._note(node, f"{name} {text}", "not-included")
 
-    def _span(self, node: Any) -> tuple[int, int]:
-        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+    def visit_Call(self, node: cst.Call) -> None:
+        origin, attribute = self._origin(node.func), isinstance(node.func, cst.Attribute) and node.func.attr.value
+        name = attribute or origin.rpartition(".")[2]
+        for rule in _RULES_OF.get(name if origin else f".{name}", ()):
+            if rule.section == "not-included" and not attribute:
+                continue  # reported where it is imported
+            if rule.applies(node) and (rule.is_change or _root(origin) != "camshaft"):
+                self._note(node, f"{name}: {rule.text}", rule.section, rule.is_change)
 
-    def _offset(self, line: int, column: int) -> int:
-        """Return the index in the source of a position from the parser, whose columns count bytes."""
-        text = self._lines[line - 1] if line <= len(self._lines) else ""
-        return self._starts[line - 1] + len(text.encode()[:column].decode(errors="ignore"))
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if (name := node.attr.value) in _PRIVATE:
+            text = "does not exist: to fire an event use fire_event, to observe one register a handler"
+            self._note(node, f"{name} {text}", "not-included")
+        elif name == "__version__" and self._origin(node) == "ignite.__version__":
+            self._note(node, _VERSION, "imports")
 
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if "b" not in node.prefix and _MODULE.fullmatch(node.raw_value):
+            self._note(node, _text_of(node.raw_value), "imports")
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans that overlap."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
+    def _note(self, node: cst.CSTNode, text: str, section: str, is_change: bool = True) -> None:
+        if self._concerns_us:
+            line = self.get_metadata(metadata.PositionProvider, node).start.line
+            self.notes.append(Note(line, text, section, is_change))
 
+    def _origin(self, node: cst.BaseExpression) -> str:
+        """Return the full name in PyTorch-Ignite or camshaft that a name refers to, or an empty string."""
+        scope = self._scopes.get(head := _head(node))
+        if scope is None or not isinstance(head, cst.Name):
+            return ""
+        found = sorted(one.name for one in scope.get_qualified_names_for(node) if one.source.name == "IMPORT")
+        return next((name for name in found if _NAMES.fullmatch(_root(name))), "")
 
-def _is_ignite(module: str) -> bool:
-    return module.partition(".")[0] == "ignite"
-
-
-def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, ast.Import | ast.ImportFrom]]:
-    """Yield all imports, each with the function or module in which it binds names."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.Import, ast.ImportFrom)):
-            yield scope, child
-        if not isinstance(child, ast.expr):  # an expression holds no imports, and may be nested deeply
-            yield from _imports(child, child if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else scope)
-
-
-def _bound(tree: ast.AST) -> set[str]:
-    """Return all names that are bound by anything other than an import of PyTorch-Ignite."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)) and node.name:
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom) or (
-            isinstance(node, ast.Import) and not any(_is_ignite(one.name) for one in node.names)
-        ):
-            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return names
+    def _parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        return self.get_metadata(metadata.ParentNodeProvider, node)
 
 
-def _uses(scope: ast.AST, head: str) -> list[_Use]:
-    """Return the uses of a name, each with all attributes that follow it."""
-    chains: dict[int, ast.Attribute] = {id(one.value): one for one in ast.walk(scope) if isinstance(one, ast.Attribute)}
-    uses = [_Use(one, []) for one in ast.walk(scope) if isinstance(one, ast.Name) and one.id == head]
-    for use in uses:
-        node: ast.AST = use.head
-        while id(node) in chains:
-            node = chains[id(node)]
-            use.chain.append(chains[id(use.chain[-1] if use.chain else use.head)])
-    return uses
+def _dotted(path: str) -> Any:
+    return cst.parse_expression(path)
 
 
-# --- notes ----------------------------------------------------------------------------------------------------------
+def _root(path: str) -> str:
+    return path.partition(".")[0]
 
 
-def _notes(tree: ast.Module) -> Iterator[Note]:
-    """Yield what behaves differently, and what is left to change where imports have been rewritten."""
-    names: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if _NAMES.fullmatch(root := alias.name.partition(".")[0]):
-                    names[alias.asname or root] = alias.name if alias.asname else root
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            root = (node.module or "").partition(".")[0]
-            for alias in node.names if _NAMES.fullmatch(root) else ():
-                path = f"{node.module}.{alias.name}"
-                names[alias.asname or alias.name] = path
-                if root == "camshaft":
-                    continue
-                is_metric = path.startswith(("ignite.metrics", "ignite.contrib.metrics"))
-                if moved(path) is None and alias.name != "*" and not is_metric:
-                    texts = [one.text for one in _RULES_OF.get(alias.name, ()) if one.section == "not-included"]
-                    text = texts[0] if texts else "stays with PyTorch-Ignite, because camshaft does not have it"
-                    yield Note(node.lineno, f"{alias.name} {text}", "not-included")
-                elif path == "ignite.__version__":
-                    yield Note(node.lineno, _VERSION, "imports")
-    if not names:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield from _of_call(node, names)
-        elif isinstance(node, ast.Attribute) and node.attr in _PRIVATE:
-            text = f"{node.attr} does not exist: to fire an event use fire_event, to observe one register a handler"
-            yield Note(node.lineno, text, "not-included")
-        elif isinstance(node, ast.Attribute) and node.attr == "__version__":
-            if isinstance(node.value, ast.Name) and names.get(node.value.id) == "ignite":
-                yield Note(node.lineno, _VERSION, "imports")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
-            yield _of_text(node.lineno, node.value)
+def _head(node: Any) -> Any:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node
 
 
-def _of_text(line: int, name: str) -> Note:
+def _module(node: cst.ImportFrom) -> str:
+    """Return the module from which a statement imports; that of a relative import begins with a dot."""
+    return "." * len(node.relative) + (get_full_name_for_node(node.module) or "" if node.module else "")
+
+
+def _paths(node: Any) -> list[str]:
+    """Return the full names of what a statement imports."""
+    module = f"{_module(node)}." if isinstance(node, cst.ImportFrom) else ""
+    names = ["*"] if isinstance(node.names, cst.ImportStar) else [one.evaluated_name for one in node.names]
+    return [module + name for name in names]
+
+
+def _text_of(name: str) -> str:
     """Return the note on a string that may name a module or something in it."""
     new = moved(name) or name.replace("ignite", "camshaft", 1)
-    text = f"the string {name!r} is not rewritten: if it names a logger, a module, or a class, change it to {new!r}"
-    return Note(line, text, "imports")
+    return f"the string {name!r} is not rewritten: if it names a logger, a module, or a class, change it to {new!r}"
 
 
 def _of_libraries(tree: ast.AST) -> Iterator[Note]:
@@ -695,18 +566,9 @@ def _importers(name: str) -> tuple[str, list[str]]:
     return module, others
 
 
-def _of_call(node: ast.Call, names: dict[str, str]) -> Iterator[Note]:
-    function, attributes = node.func, []
-    while isinstance(function, ast.Attribute):
-        attributes.append(function.attr)
-        function = function.value
-    theirs = names.get(function.id, "") if isinstance(function, ast.Name) else ""
-    name = attributes[0] if attributes else theirs.rpartition(".")[2]
-    for rule in _RULES_OF.get(name if theirs else f".{name}", ()):
-        if rule.section == "not-included" and not attributes:
-            continue  # reported where it is imported
-        if rule.applies(node) and (rule.is_change or not theirs.startswith("camshaft")):
-            yield Note(node.lineno, f"{name}: {rule.text}", rule.section, rule.is_change)
+def _lines(source: str) -> list[str]:
+    """Return the lines as the parser counts them: ``str.splitlines`` splits at other characters, too."""
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", source)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -753,7 +615,7 @@ def migrate_file(path: Path, numbers_after: bool = False) -> Result:
         old = new = data.decode()
         encoding = "utf-8"
         names = [(line, one[0]) for line, text in enumerate(_lines(old), 1) for one in _MODULE_IN_TEXT.finditer(text)]
-        notes = [(str(line), _of_text(line, name)) for line, name in names if _MODULE.fullmatch(name)]
+        notes = [(str(line), Note(line, _text_of(name), "imports")) for line, name in names if _MODULE.fullmatch(name)]
     elif path.suffix == ".ipynb":
         old, encoding = data.decode(), "utf-8"
         new, notes = _migrate_notebook(old)
@@ -779,59 +641,56 @@ def _line_after(old: str, new: str) -> Callable[[int], int]:
     return number
 
 
-class _Located(str):
-    """A string of a JSON text, with its position."""
-
-    start: int
-    end: int
-
-
 def _migrate_notebook(text: str) -> tuple[str, list[tuple[str, Note]]]:
     """Rewrite the code cells of a notebook; all other JSON keeps its formatting.
 
     Raises:
         SyntaxError: it is not a notebook, or a cell is not valid.
     """
-
-    def located(whole: str, end: int, strict: bool = True) -> tuple[str, int]:
-        value, stop = decoder.scanstring(whole, end, strict)  # type: ignore[attr-defined]  # not in typeshed
-        string = _Located(value)
-        string.start, string.end = end - 1, stop
-        return string, stop
-
-    reader: Any = json.JSONDecoder()
-    reader.parse_string = located
-    reader.scan_once = scanner.py_make_scanner(reader)  # type: ignore[attr-defined]  # not in typeshed
+    places = _SOURCE.finditer(text)
     try:
-        cells = reader.decode(text)["cells"]
-        sources = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError) as error:
+        cells = json.loads(text)["cells"]
+        spans = [next(one.span(1) for one in places if json.loads(one[1]) == cell["source"]) for cell in cells]
+        sources = [
+            ("".join(cell["source"]), span)
+            for cell, span in zip(cells, spans, strict=True)
+            if cell["cell_type"] == "code"
+        ]
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
         raise SyntaxError(f"not a notebook: {type(error).__name__}: {error}") from error
     token = os.urandom(8).hex()  # what no cell contains
     commands: list[str] = []
-    texts: dict[int, list[_Located]] = {}
-    whole, places = "", [("", 0)]  # all cells as one source, as names that one imports are used in others
-    for number, source in enumerate(sources, 1):
-        pieces: list[_Located] = [source] if isinstance(source, _Located) else source
-        code = "".join(pieces)
+    whole, lines = "", [("", 0)]  # all cells as one source, as names that one imports are used in others
+    for number, (code, _) in enumerate(sources, 1):
         try:
             plain = _without_commands(code, commands, token)
         except SyntaxError as error:
             raise SyntaxError(f"cell {number}: {error}") from error
         if plain.strip():
-            texts[number] = pieces
             whole += f"# {token} {number}\n{plain}\n"
-            places += [(f"cell {number}, line {line}", line) for line in range(len(_lines(f"{plain}\n")) + 1)]
+            lines += [(f"cell {number}, line {line}", line) for line in range(len(_lines(f"{plain}\n")) + 1)]
     new, found = migrate(whole)
-    notes = [(places[note.line][0], note) for note in found]
-    edits: list[Edit] = []
+    notes = [(lines[note.line][0], note) for note in found]
     _, *parts = re.split(rf"^# {token} (\d+)\n", new, flags=re.MULTILINE)
-    for number, part in zip(map(int, parts[::2]), parts[1::2], strict=True):
+    for number, part in reversed([*zip(map(int, parts[::2]), parts[1::2], strict=True)]):
         code = re.sub(rf"[ \t]*pass  # {token}-(\d+)", lambda match: commands[int(match.group(1))], part[:-1])
-        pieces = texts[number]
-        if code != "".join(pieces):
-            edits.append((pieces[0].start, pieces[-1].end, _encoded(text, pieces, sources[number - 1], code)))
-    return _applied(text, edits), notes
+        start, end = sources[number - 1][1]
+        if code != sources[number - 1][0]:
+            text = text[:start] + _encoded(text[start:end], code) + text[end:]
+    return text, notes
+
+
+def _encoded(old: str, code: str) -> str:
+    """Return code as JSON, formatted like the old one; unchanged lines stay the same, byte for byte."""
+    first, *between, last = re.split(_STRING, old)
+    literals = {json.loads(one): one for one in re.findall(_STRING, old)}
+    lines = _lines(code) if first else [code]
+    separator = between[0] if between else "," + first[1:]
+    return (
+        first
+        + separator.join(literals.get(line) or json.dumps(line, ensure_ascii=old.isascii()) for line in lines)
+        + last
+    )
 
 
 def _without_commands(code: str, commands: list[str], token: str) -> str:
@@ -860,19 +719,6 @@ def _without_commands(code: str, commands: list[str], token: str) -> str:
     return "\n".join(lines)
 
 
-def _encoded(text: str, pieces: list[_Located], source: Any, new: str) -> str:
-    """Return the new source as JSON, formatted like the old one; unchanged lines stay the same, byte for byte."""
-    literals = {str(piece): text[piece.start : piece.end] for piece in pieces}
-    is_ascii = all(literal.isascii() for literal in literals.values())
-    lines = [new] if isinstance(source, _Located) else re.findall(r"[^\n]*\n|[^\n]+", new)
-    if len(pieces) > 1:
-        between = text[pieces[0].end : pieces[1].start]
-    else:
-        before = text[: pieces[0].start]
-        between = "," + before[len(before.rstrip()) :]
-    return between.join(literals.get(line) or json.dumps(line, ensure_ascii=is_ascii) for line in lines)
-
-
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield the files to read: scripts, notebooks, and YAML in folders, and any file that is given explicitly."""
     for path in paths:
@@ -888,7 +734,7 @@ def _imported(path: Path, source: str) -> Iterator[Path]:
     """Yield the modules beside a script that it imports, and that import PyTorch-Ignite."""
     for module in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+\.?(\w[\w.]*)", source, re.MULTILINE)):
         other = path.parent / f"{module.replace('.', '/')}.py"
-        if other.is_file() and re.search(rb"^[ \t]*(from|import)[ \t]+ignite\b", other.read_bytes(), re.MULTILINE):
+        if other.is_file() and _IMPORTS_IGNITE.search(other.read_bytes()):
             yield other
 
 
