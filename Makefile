@@ -14,7 +14,7 @@ WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed
     handlers/checkpoint/test_crashes.py test_architecture.py test_guards.py test_migrate.py test_output.py test_packaging.py test_text.py
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
-.PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench bench-gpu format clean
+.PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-browser test-docs site bench bench-gpu format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -68,6 +68,10 @@ test-restarts:
 # experiment trackers, each with its own server, store, or files on this machine; takes 2 GB of disk space
 test-loggers:
 	@$(ENVIRONMENT) loggers python -m pytest -m "not browser" tests/loggers $(ARGS)
+
+# packages that were written for PyTorch-Ignite, and run on camshaft unmodified: MONAI, Optuna
+test-clients:
+	@$(ENVIRONMENT) clients python -m pytest $(TWO) tests/clients $(ARGS)
 
 # TensorBoard's page in a headless browser, from Debian's packages, installed if missing
 test-browser:

@@ -38,6 +38,7 @@ ENVIRONMENTS = {
     "xla": (("test", "xla"), ("xla",)),
     "horovod": (("test",), ("horovod",)),
     "loggers": (("test", "loggers"), ("loggers",)),
+    "clients": (("test", "clients"), ("dev", "clients")),
 }
 OTHER_TORCH = re.compile(r"torch-(\d+\.\d+\.\d+)")
 CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each torch needs versions of its own
