@@ -28,9 +28,8 @@ def main() -> None:
         manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         rate = trial.suggest_float("learning rate", 1e-4, 10.0, log=True)
-        trainer = create_supervised_trainer(
-            model, torch.optim.SGD(model.parameters(), rate), nn.functional.cross_entropy
-        )
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
 
         @trainer.on(Events.EPOCH_COMPLETED)
         def report(engine: Engine) -> None:
@@ -41,13 +40,12 @@ def main() -> None:
                 engine.terminate()
 
         trainer.run(batches, max_epochs=config.epochs)
-        how = "pruned" if trainer.state.epoch < config.epochs else "complete"
-        print(
-            f"trial {trial.number}: rate {rate:.4f}, accuracy {trainer.state.accuracy:.1%}, {how} after epoch {trainer.state.epoch}"
-        )
+        epoch, accuracy = trainer.state.epoch, trainer.state.accuracy
+        how = "pruned" if epoch < config.epochs else "complete"
+        print(f"trial {trial.number}: rate {rate:.4f}, accuracy {accuracy:.1%}, {how} after epoch {epoch}")
         if how == "pruned":
             raise optuna.TrialPruned
-        return trainer.state.accuracy
+        return accuracy
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=2)

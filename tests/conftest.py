@@ -22,17 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise, torch 
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # these have their own environments (make test-xla, test-horovod, test-loggers, test-clients, test-docs)
-collect_ignore = [
-    name
-    for name, module in (
-        ("xla", "torch_xla"),
-        ("horovod", "horovod"),
-        ("loggers", "mlflow"),
-        ("clients", "monai"),
-        ("docs", "mkdocs"),
-    )
-    if not importlib.util.find_spec(module)
-]
+NEEDED = {"xla": "torch_xla", "horovod": "horovod", "loggers": "mlflow", "clients": "monai", "docs": "mkdocs"}
+collect_ignore = [folder for folder, module in NEEDED.items() if not importlib.util.find_spec(module)]
 # these need root to create hosts, a system package for Slurm, and GPUs: make test-hosts, make test-slurm, make test-gpu
 SEPARATE = tuple(Path(__file__).parent / name for name in ("hosts", "slurm", "gpu"))
 
