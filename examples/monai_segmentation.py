@@ -77,10 +77,10 @@ def main() -> None:
         train_handlers=[ValidationHandler(1, evaluator)],
     )
 
-    @evaluator.on(Events.COMPLETED)
     def show(engine: Engine) -> None:
         print(f"epoch {trainer.state.epoch}: dice {engine.state.metrics['dice']:.3f}")
 
+    evaluator.add_event_handler(Events.COMPLETED, show)
     ProgressBar().attach(trainer, output_transform=lambda output: {"loss": output[0]["loss"]})
     checkpoint = Checkpoint({"trainer": trainer, "model": model, "optimizer": optimizer}, config.output, n_saved=2)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), checkpoint)

@@ -40,7 +40,7 @@ def main() -> None:
                 engine.terminate()
 
         trainer.run(batches, max_epochs=config.epochs)
-        epoch, accuracy = trainer.state.epoch, trainer.state.accuracy
+        epoch, accuracy = trainer.state.epoch, float(trainer.state.accuracy)
         how = "pruned" if epoch < config.epochs else "complete"
         print(f"trial {trial.number}: rate {rate:.4f}, accuracy {accuracy:.1%}, {how} after epoch {epoch}")
         if how == "pruned":
