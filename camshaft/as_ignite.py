@@ -5,8 +5,9 @@ torchrun --nproc-per-node 2 -m camshaft.as_ignite train.py ARGS
 
 In notebooks, and in scripts that are started in another way, ``import camshaft.as_ignite`` does the same if it is the
 first import. From then on, ``ignite.engine``, ``ignite.handlers``, ``ignite.distributed`` and so on are the modules of
-camshaft with these names, for other packages, too. What camshaft does not have, above all ``ignite.metrics``, comes
-from the installed pytorch-ignite, and runs on camshaft's engine.
+camshaft with these names, for other packages, too, and in the processes that multiprocessing starts. Modules that
+camshaft does not have, above all ``ignite.metrics``, are those of the installed pytorch-ignite, and run on camshaft's
+engine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.metadata import version
 from importlib.util import find_spec
+from multiprocessing import spawn
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -91,7 +93,7 @@ def _install() -> None:
     Raises:
         ImportError: pytorch-ignite is not installed, or was imported before.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path):  # also of a module reloaded
         return
     if _IGNITE in sys.modules:
         users = sorted({module.__name__ for module in tuple(sys.modules.values()) if _uses_ignite(module)})
@@ -106,6 +108,14 @@ def _install() -> None:
             "pytorch-ignite"
         )
     sys.meta_path.insert(0, _Finder(spec.submodule_search_locations[0]))
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        """Let a process that does not run the main module again import this one: it unpickles the function."""
+        data: dict[str, Any] = prepare(name)
+        return data if data.get("init_main_from_name") == __name__ else {**data, "camshaft": _install}
+
+    spawn.get_preparation_data = get_preparation_data
 
 
 def _uses_ignite(module: ModuleType) -> bool:
@@ -114,15 +124,30 @@ def _uses_ignite(module: ModuleType) -> bool:
         return isinstance(where, str) and where.partition(".")[0] == _IGNITE
 
     values = tuple(getattr(module, "__dict__", {}).values())
-    names = (value for value in values if isinstance(value, (ModuleType, FunctionType, type)))
+    # by type(), as a proxy may compute its __class__
+    names = (value for value in values if issubclass(type(value), (ModuleType, FunctionType, type)))
     return not is_of_ignite(module) and any(map(is_of_ignite, names))
 
 
-def _run(namespace: dict[str, Any]) -> None:
-    """Run a script in the namespace of the main module, as ``python SCRIPT`` does.
+class _Spec(ModuleSpec):
+    """The specification of the main module: by its name, processes that a script starts come here, too.
 
-    The specification of that module stays: by its name, processes that the script starts come here, too.
+    Args:
+        spec: of this module.
+        package: that the script is in.
     """
+
+    def __init__(self, spec: ModuleSpec, package: str | None) -> None:
+        super().__init__(spec.name, spec.loader, origin=spec.origin)
+        self._package = package or ""
+
+    @property
+    def parent(self) -> str:
+        return self._package
+
+
+def _run(namespace: dict[str, Any]) -> None:
+    """Run a script in the namespace of the main module, as ``python SCRIPT`` does."""
     is_first = namespace["__name__"] == "__main__"
     if is_first:
         os.environ[_SCRIPT] = _taken_from_arguments()
@@ -130,8 +155,11 @@ def _run(namespace: dict[str, Any]) -> None:
     path, package, code = _compiled(script)
     if is_first:
         sys.argv[0] = path if script.startswith(_MODULE) else sys.argv[0]
-        atexit.register(_report, script.removeprefix(_MODULE))
-    kept = {name: namespace[name] for name in ("__name__", "__spec__", "__builtins__", "__loader__")}
+        atexit.register(_report, script.removeprefix(_MODULE), os.getpid())
+    elif script.startswith(_MODULE) and os.path.basename(path) == "__main__.py":
+        return  # which multiprocessing does not run again either
+    kept = {name: namespace[name] for name in ("__name__", "__builtins__", "__loader__")}
+    kept["__spec__"] = _Spec(namespace["__spec__"], package)
     namespace.clear()
     namespace |= {**kept, "__file__": path, "__package__": package, "__doc__": None, "__cached__": None}
     exec(code, namespace)
@@ -148,14 +176,17 @@ def _taken_from_arguments() -> str:
     del sys.argv[0]
     if is_module:
         return f"{_MODULE}{sys.argv[0]}"
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):  # else there is no entry for the script
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    if (home := str(Path(__file__).resolve().parents[1])) not in sys.path:  # it was found in the working directory
+        sys.path.append(home)
     return os.path.abspath(sys.argv[0])
 
 
 def _compiled(script: str) -> tuple[str, str | None, CodeType]:
     """Return the file of a script or a module, the package it is in, and its code."""
     if not script.startswith(_MODULE):
-        return script, None, compile(Path(script).read_bytes(), script, "exec")
+        return script, None, compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
     script = script.removeprefix(_MODULE)
     spec = find_spec(script)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -166,19 +197,27 @@ def _compiled(script: str) -> tuple[str, str | None, CodeType]:
     return str(spec.origin), spec.parent, code
 
 
-def _report(script: str) -> None:
+def _report(script: str, process: int) -> None:
     """Say once per job what ran on what."""
     launch = None
     with suppress(RuntimeError):  # contradictory variables do not matter here
         launch = detect(os.environ)
-    if launch is not None and launch.topology.rank > 0:
+    if os.getpid() != process or (launch is not None and launch.topology.rank > 0):
         return
-    loggers = {module.__name__ for name, module in tuple(sys.modules.items()) if name.startswith("ignite.handlers.")}
-    theirs = ["ignite.metrics", *sorted(name for name in loggers if name.startswith("ignite."))]
-    sys.stderr.write(
-        f"{script} ran on camshaft {__version__}, with {', '.join(theirs)} of pytorch-ignite "
-        f"{version('pytorch-ignite')}\n"
-    )
+    if _IGNITE not in sys.modules:
+        text = (
+            f"{script} has not imported ignite; what it started with another python command did not run on camshaft: "
+            "put '-m camshaft.as_ignite' into that command"
+        )
+    else:
+        loggers = {
+            module.__name__ for name, module in tuple(sys.modules.items()) if name.startswith("ignite.handlers.")
+        }
+        theirs = ["ignite.metrics", *sorted(name for name in loggers if name.startswith("ignite."))]
+        text = f"{script} ran on camshaft {__version__}, with {', '.join(theirs)} of pytorch-ignite "
+        text += version("pytorch-ignite")
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -56,7 +56,8 @@ class Classes(torch.utils.data.Dataset):
 def put(queue):
     queue.put(Engine.__module__)
 
-if __name__ == "__main__":
+"""
+MAIN = """
     context = multiprocessing.get_context(sys.argv[1])
     queue = context.Queue()
     context.Process(target=put, args=(queue,)).start()
@@ -101,9 +102,51 @@ def test_a_module_runs_on_camshaft(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("is_command", [True, False], ids=["command", "import"])
 def test_processes_that_a_script_starts_see_the_same(tmp_path: Path, method: str, is_command: bool) -> None:
-    (tmp_path / "start.py").write_text(START if is_command else f"import camshaft.as_ignite\n{START}")
+    (tmp_path / "start.py").write_text(
+        f"{'' if is_command else 'import camshaft.as_ignite'}\n{START}if __name__ == '__main__':{MAIN}"
+    )
     done = run(*(COMMAND if is_command else [sys.executable]), "start.py", method, folder=tmp_path)
     assert done.stdout.split() == ["camshaft.engine.engine"] * 2
+
+
+def test_processes_that_do_not_run_the_script_again_see_the_same(tmp_path: Path) -> None:
+    """As in a notebook."""
+    (tmp_path / "others.py").write_text(
+        "from ignite.engine import Engine\ndef put(queue): queue.put(Engine.__module__)"
+    )
+    script = (
+        "import camshaft.as_ignite, multiprocessing, others\n"
+        "for method in ('spawn', 'forkserver'):\n"
+        "    context = multiprocessing.get_context(method)\n"
+        "    queue = context.Queue()\n"
+        "    context.Process(target=others.put, args=(queue,)).start()\n"
+        "    print(queue.get())"
+    )
+    assert run(sys.executable, "-c", script, folder=tmp_path).stdout.split() == ["camshaft.engine.engine"] * 2
+
+
+def test_a_package_starts_processes_without_running_again_in_each(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("from .main import main\nmain()")
+    (tmp_path / "package" / "main.py").write_text(f"{START}\ndef main():\n{MAIN}")
+    done = run(sys.executable, "-W", "error::ImportWarning", *COMMAND[1:], "-m", "package", "spawn", folder=tmp_path)
+    assert done.stdout.split() == ["camshaft.engine.engine"] * 2
+
+
+def test_a_script_is_compiled_and_finds_modules_as_without_camshaft(tmp_path: Path) -> None:
+    (tmp_path / "utils.py").write_text("")
+    (tmp_path / "train.py").write_text(
+        "import os\n"
+        "try:\n    from . import utils\nexcept ImportError:\n    import utils\n"
+        "def double(x: int) -> int: return 2 * x\n"
+        "assert double.__annotations__['x'] is int\n"
+        "print(utils.__file__)\n"
+        "if os.fork() == 0: raise SystemExit\n"
+        "os.wait()"
+    )
+    done = run(*COMMAND, "train.py", folder=tmp_path)
+    assert done.stdout == f"{tmp_path / 'utils.py'}\n"
+    assert re.fullmatch(".*train.py has not imported ignite; .* did not run on camshaft: put .*\n", done.stderr)
 
 
 def test_another_package_sees_the_same_once_the_first_import_was_made(tmp_path: Path) -> None:
@@ -120,7 +163,8 @@ def test_camshafts_modules_stay_as_they_are(tmp_path: Path) -> None:
         "    module = importlib.import_module(name)\n"
         "    assert module.__name__ == module.__spec__.name == name\n"
         "assert ignite.handlers is camshaft.handlers and ignite.engine.events is camshaft.engine.events\n"
-        "importlib.reload(ignite.handlers)"
+        "importlib.reload(ignite.handlers)\n"
+        "importlib.reload(camshaft.as_ignite)"
     )
     run(sys.executable, "-c", script, folder=tmp_path)
 
@@ -136,7 +180,7 @@ def test_an_earlier_import_of_ignite_is_an_error_that_says_where(tmp_path: Path,
 
 def test_errors_and_exit_codes_are_those_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
-    script.write_text("import sys\nsys.exit(3) if sys.argv[1:] else 1 / 0")
+    script.write_text("import sys, ignite.engine\nsys.exit(3) if sys.argv[1:] else 1 / 0")
     assert run(*COMMAND, script, "x", folder=tmp_path, code=3).stderr.count("\n") == 1
     traceback, _, last = run(*COMMAND, script, folder=tmp_path, code=1).stderr.strip().rpartition("\n")
     assert traceback.endswith("ZeroDivisionError: division by zero")
