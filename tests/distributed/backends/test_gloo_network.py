@@ -100,7 +100,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch._dynamo  # as DistributedDataParallel does
 import camshaft.distributed as idist
 from camshaft.engine import Engine
-from tests.distributed.backends.test_gloo import Held
+from tests.distributed.backends.test_gloo_network import Held
 
 def initialized():
     idist.initialize("gloo")
