@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -160,13 +161,27 @@ def test_a_rank_that_rank_0_does_not_wait_for_learns_that_it_was_told_another_si
     assert caplog.messages == [str(caught.value)]
 
 
-def test_a_process_takes_the_place_of_one_that_was_killed_while_rank_0_waits() -> None:
-    store = HashStore()
+def test_a_process_takes_the_place_of_one_that_was_killed_while_rank_0_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, attempts, has_joined = HashStore(), rendezvous._attempts, Event()
+    joining_threads: list[int] = []
+
+    def observed(*args: Any) -> Iterator[None]:
+        for number, _ in enumerate(attempts(*args)):
+            if number and get_ident() in joining_threads:  # it has looked once, and found the meeting
+                has_joined.set()
+            yield
+
+    def join() -> str:
+        joining_threads.append(get_ident())
+        return meet(store, 1, 3, time.monotonic() + HANG)
+
+    monkeypatch.setattr(rendezvous, "_attempts", observed)
     with ThreadPoolExecutor(2) as threads:
         hosting = threads.submit(meet, store, 0, 3, time.monotonic() + HANG)
         with pytest.raises(DistStoreError):
             meet(store, 1, 3, time.monotonic() + 0.1)
-        joining = threads.submit(meet, store, 1, 3, time.monotonic() + HANG)
+        joining = threads.submit(join)
+        assert has_joined.wait(HANG)
         assert meet(store, 2, 3, time.monotonic() + HANG) == hosting.result() == joining.result()
 
 
