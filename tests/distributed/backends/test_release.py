@@ -65,11 +65,20 @@ def prepare(store):
 
 def released(wait, backend):
     """Wait for a rank that never arrives, and return the error."""
-    releasing = threading.Timer(AFTER, backend.release)
+    is_released = threading.Event()
+
+    def release():
+        while not is_released.wait(AFTER):  # again, if the thread had not begun to wait in the store of a new group
+            backend.release()
+
+    releasing = threading.Thread(target=release)
     releasing.start()
-    with pytest.raises(RuntimeError) as caught:
-        wait()
-    releasing.join()
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            wait()
+    finally:
+        is_released.set()
+        releasing.join()
     return caught.value
 
 
