@@ -34,6 +34,12 @@ def ends():
     idist.finalize()
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """The run waits for a worker thread that stands still, however long that takes."""
+    monkeypatch.setattr(gloo_network, "_PATIENCE", HANG)
+
+
 def workers():
     """Count the threads that Python did not start: those of gloo have no names before torch 2.9."""
     return len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
@@ -61,6 +67,7 @@ class Held:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
 @pytest.mark.parametrize("end", [idist.finalize, job.abandon])
+@pytest.mark.usefixtures("patient")
 def test_the_worker_threads_of_gloo_end_with_the_run(end):
     before = workers()
     idist.initialize("gloo")
@@ -72,6 +79,7 @@ def test_the_worker_threads_of_gloo_end_with_the_run(end):
     assert not outlasting(lambda: workers() > before)
 
 
+@pytest.mark.usefixtures("patient")
 def test_no_worker_thread_holds_an_operation_after_the_run():
     """Also of a group that lives on in a model, which waits for the threads, and keeps the GIL, when it is freed."""
     idist.initialize("gloo")
@@ -93,14 +101,17 @@ def test_a_run_can_end_during_an_operation_that_never_completes():
 
 
 PROGRAM = """
-import atexit, os, time
+import atexit, os, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import torch._dynamo  # as DistributedDataParallel does
 import camshaft.distributed as idist
+from camshaft.distributed.backends import gloo_network
 from camshaft.engine import Engine
 from tests.distributed.backends.test_gloo_network import Held
+
+gloo_network._PATIENCE = float(sys.argv[1])  # with a worker thread that stands still
 
 def initialized():
     idist.initialize("gloo")
@@ -161,7 +172,7 @@ else:
 @pytest.mark.jobs
 def test_no_worker_thread_aborts_the_process_at_its_exit():
     """A thread that asks for the GIL while the interpreter shuts down ends the process by SIGABRT."""
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM, str(HANG)]
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG)
     codes = eval(done.stdout)

@@ -65,11 +65,20 @@ def prepare(store):
 
 def released(wait, backend):
     """Wait for a rank that never arrives, and return the error."""
-    releasing = threading.Timer(AFTER, backend.release)
+    is_released = threading.Event()
+
+    def release():
+        while not is_released.wait(AFTER):  # again, if it had not begun to wait for a new group
+            backend.release()
+
+    releasing = threading.Thread(target=release)
     releasing.start()
-    with pytest.raises(RuntimeError) as caught:
-        wait()
-    releasing.join()
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            wait()
+    finally:
+        is_released.set()
+        releasing.join()
     return caught.value
 
 
@@ -249,8 +258,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import torch._dynamo  # as DistributedDataParallel does
 import camshaft.distributed as idist
-from camshaft.distributed.failures import watcher
+from camshaft.distributed.backends import gloo_network
 from camshaft.distributed.job import current
+
+gloo_network._PATIENCE = float(sys.argv[2])  # with the worker threads, at the exit
 
 def barrier():
     dist.barrier()
@@ -288,10 +299,17 @@ for number in range(rounds):
                 except dist.DistNetworkError:  # the other one is the host, and has exited
                     pass
                 os._exit(7)
-            threading.Timer(0.1, backend.release).start()
+            has_waited = threading.Event()
+            def release():
+                while not has_waited.wait(0.1):  # again, if it had not begun to wait for a new group
+                    backend.release()
+            releasing = threading.Thread(target=release)
+            releasing.start()
             try:
                 wait()
             except RuntimeError as error:
+                has_waited.set()
+                releasing.join()
                 clone.set("done", "yes")
                 end()
             sys.exit(8)
@@ -304,6 +322,6 @@ print(codes)
 def test_a_released_process_ends_with_its_own_exit_code():
     rounds = 12  # each wait with each end and each host
     root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rounds)]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rounds), str(HANG)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG)
     assert eval(done.stdout) == [7] * 2 * rounds, done.stderr

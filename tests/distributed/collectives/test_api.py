@@ -12,9 +12,10 @@ import torch
 
 import camshaft.distributed as idist
 from camshaft.distributed.collectives.call import Call
-from camshaft.distributed.failures import debug
+from camshaft.distributed.failures import debug, watcher
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
+from tests.limits import HANG
 from tests.ranks import await_watchers, on_ranks
 
 MOVES = (
@@ -146,6 +147,7 @@ def test_queries_import_nothing():
 @on_ranks(2)
 def test_errors_of_torch_are_explained_by_the_calls_of_the_ranks():
     await_watchers()
+    watcher._LEARNING = HANG  # for the watcher, which may stand still
     if idist.get_rank() == 0:
         idist.all_reduce(torch.ones(2))  # gloo does not notice, and this rank ends
         return

@@ -14,7 +14,7 @@ import camshaft.distributed as idist
 from camshaft.distributed.failures import debug
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
-from tests.limits import TIMEOUT
+from tests.limits import TIMEOUT, wait_until
 from tests.ranks import on_ranks
 
 
@@ -85,13 +85,17 @@ def test_debug_mode_compares_the_members_of_a_list_of_ranks():
 
 @on_ranks(2)
 def test_creating_a_group_times_out(tmp_path):
-    rank = idist.get_rank()
+    rank, is_over = idist.get_rank(), tmp_path / "is over"
     idist.finalize()
     place = {"init_method": f"file://{tmp_path}/store", "rank": rank, "world_size": 2}
-    idist.initialize("gloo", timeout=timedelta(seconds=5), **place)
+    idist.initialize("gloo", timeout=TIMEOUT, **place)  # in which the ranks must meet
     if rank == 0:
+        assert current()._timeout == TIMEOUT
+        current()._timeout = timedelta(seconds=1)
         with pytest.raises(RuntimeError, match=r"(?i)time|wait"):
             idist.all_reduce(1, group=[0, 1])
+        is_over.touch()
+    wait_until(is_over.exists)
     idist.finalize()
 
 
