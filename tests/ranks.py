@@ -30,12 +30,17 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
-from camshaft.distributed.failures import Watcher
+from camshaft.distributed.failures import Watcher, board, hang_reports, watcher
 from camshaft.distributed.job import current
 from tests.limits import HANG, SOON
 
 GRACE = SOON  # seconds for the other ranks after one has failed
 ENDED = "ended with exit code"
+LIMITS = {  # after which a rank goes on without the others, or says that they stand still
+    watcher: ("_LEARNING", "_NOTICING", "_TELLING", "_RAISING", "PLACES", "ANSWER"),
+    board: ("SILENCE", "_INFORMING"),
+    hang_reports: ("STALE",),
+}
 
 context: Any = multiprocessing.get_context("forkserver")
 # optimizers import torch._dynamo in their first step
@@ -76,7 +81,14 @@ def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit:
 
 
 def await_watchers() -> None:
-    """Adopt the group of the test, and wait until the watchers of all ranks have made their first requests."""
+    """Adopt the group of the test, and wait until the watchers of all ranks have made their first requests.
+
+    From then on, ranks wait for the watchers however long these stand still.
+    """
+    for module, names in LIMITS.items():
+        for name in names:
+            assert hasattr(module, name)
+            setattr(module, name, HANG)  # the process of a rank ends with the test
     assert current().job.find(Watcher).board.has_connected.wait(HANG)
     dist.barrier()
 

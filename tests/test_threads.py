@@ -9,6 +9,7 @@ import torch
 
 import camshaft.distributed as idist
 from tests import thread_backend, threads
+from tests.limits import HANG
 from tests.threads import on_threads, run_on_threads
 
 
@@ -90,11 +91,14 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_reported() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_hanging_rank_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "GRACE", 0.0)
-    free = threading.Event()
+    hangs, free = threading.Event(), threading.Event()
 
     def hang() -> None:
         if idist.get_rank() == 1:
+            hangs.set()
             free.wait()
+        else:
+            hangs.wait(HANG)
 
     with pytest.raises(pytest.fail.Exception) as failure:
         run_on_threads(2, hang, limit=0.1)

@@ -17,10 +17,10 @@ import pytest
 
 from camshaft.distributed.job import use_backend
 from camshaft.distributed.topology import Topology
-from tests.limits import HANG
+from tests.limits import HANG, SOON
 from tests.thread_backend import Mailbox, ReleasedError, ThreadBackend
 
-GRACE = 5.0  # seconds for a rank to end after a failure or a timeout
+GRACE = SOON  # seconds for a rank to end after a failure or a timeout
 THE_END = "the end"
 
 

@@ -39,13 +39,14 @@ def test_rank_0_stays_until_all_have_read():
     first.collect()
     first.leave()
     staying = threading.Thread(target=first.wait_for_readers)
-    staying.start()
-    staying.join(0.1)
-    assert staying.is_alive()
-    second.wait_for_readers()  # which does not block
-    assert second.collect() == [BatchCount(0), BatchCount(0)]
-    second.leave()
-    staying.join(HANG)
+    with mock.patch("camshaft.distributed.agreement.ends._FAREWELL", HANG):
+        staying.start()
+        staying.join(0.1)
+        assert staying.is_alive()
+        second.wait_for_readers()  # which does not block
+        assert second.collect() == [BatchCount(0), BatchCount(0)]
+        second.leave()
+        staying.join(HANG)
     assert not staying.is_alive()
     assert store.num_keys() == 0
 

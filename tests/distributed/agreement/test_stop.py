@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from camshaft.distributed.agreement import stop as stop_module
 from camshaft.distributed.agreement.stop import StopInStore
 from tests.distributed.failures.stand_in import CountingStore
-from tests.limits import HANG
+from tests.limits import HANG, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,7 @@ def test_all_stop_after_the_furthest_step_for_one_reason_and_leave_no_keys(wants
 
     def run(rank):
         stop = StopInStore(board_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
+        all_have_begun.wait(HANG)  # for one that has not, the others wait ten seconds only
         step = 0
         while stop.may_begin(step + 1):
             step += 1
@@ -39,12 +41,13 @@ def test_all_stop_after_the_furthest_step_for_one_reason_and_leave_no_keys(wants
         stop.leave()
         return step, reason
 
+    all_have_begun = threading.Barrier(size)
     wanted = {}  # the requests, by reason; a stop may come first
     with ThreadPoolExecutor(size) as pool:
         ((last, reason),) = set(pool.map(run, range(size), timeout=HANG))
     assert last >= max(wanted.values())
     assert reason in wanted
-    assert store.num_keys() == 7  # six of the board, and the announcement
+    wait_until(lambda: store.num_keys() == 7, store.num_keys)  # six of the board, and the announcement
 
 
 def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(board_at):
@@ -76,7 +79,7 @@ def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, board_at
     if not is_first:
         assert one.settle() == 7  # although its run has ended by itself meanwhile
         one.leave()
-    assert store.num_keys() == 7
+    wait_until(lambda: store.num_keys() == 7, store.num_keys)  # the watchers may announce the stop only now
 
 
 class Still:

@@ -17,6 +17,7 @@ import camshaft.distributed as idist
 from camshaft.distributed import job
 from camshaft.distributed.failures import status, verdicts, watcher
 from camshaft.engine import Engine, Events
+from tests.limits import HANG
 from tests.ranks import await_watchers, run_on_ranks
 
 ROUNDS = 12  # in which the watchers look while a job is doing something unusual
@@ -35,7 +36,7 @@ def rest() -> None:
 
     own.look = counted  # type: ignore[method-assign]
     for _ in range(ROUNDS):
-        assert looked.acquire(timeout=30)
+        assert looked.acquire(timeout=HANG)
     own.look = look  # type: ignore[method-assign]
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from camshaft.distributed.failures import record as module
 from camshaft.distributed.failures.record import LEFT_BY_EXEC, LEFT_BY_EXIT, Node, Record, Snapshot, find, read
-from tests.guards import outlasting
+from tests.limits import wait_until
 from tests.ranks import on_ranks
 
 
@@ -183,10 +183,10 @@ def test_a_record_can_be_read_while_it_is_written(tmp_path: Path) -> None:
                 assert status["last"] == status["first"]
                 assert status["text"] == str(status["first"]) * (status["first"] % 50)
                 seen.add(status["first"])
-        return num_reads < 400 or len(seen) <= 5
+        return num_reads >= 400 and len(seen) > 5
 
     try:
-        assert not outlasting(look)
+        wait_until(look)
     finally:
         writer.kill()
         writer.wait()

@@ -50,7 +50,7 @@ def test_the_threads_live_as_long_as_the_job() -> None:
     before = threading.active_count()
     with watching(dist.HashStore()):
         assert threading.active_count() == before + 2
-    assert threading.active_count() == before
+    assert not outlasting(lambda: threading.active_count() > before)
 
 
 @pytest.mark.parametrize("missing", ["open", "fcntl"])
@@ -122,7 +122,7 @@ def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause(how: str
         return
     engine = Engine(lambda engine, batch: time.sleep(0.01))
     with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data") as caught:
-        idist.all_reduce(1) if how == "collectives" else engine.run(range(3000))
+        idist.all_reduce(1) if how == "collectives" else engine.run(range(10**9))
     assert "ValueError: no data" in str(caught.value.__cause__)
     assert texts == []
     with pytest.raises(RankFailedError, match="rank 1 failed first"):  # and so does every later one
