@@ -590,6 +590,17 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 # --- the end of the one who started them -------------------------------------------------------------------------
 
 
+def tell_when_joining(folder):
+    """Create a file once this process waits for others, where an interrupt is expected."""
+    collect = launch.Processes._collect
+
+    def tell_and_collect(*args):
+        Path(folder, "joining").touch()
+        collect(*args)
+
+    launch.Processes._collect = tell_and_collect
+
+
 def be_a_parent(folder, how):
     """Start processes that hang, and write down how that ends."""
     work.GRACE = 1.0  # those that are forked take it over
@@ -597,6 +608,7 @@ def be_a_parent(folder, how):
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
     Path(folder, "bystander").write_text(str(bystander.pid))
+    tell_when_joining(folder)
     try:
         processes.join()
     except BaseException:
@@ -617,7 +629,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path, number, how):
     parent = context.Process(target=be_a_parent, args=(str(tmp_path), how))
     parent.start()
     try:
-        wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "bystander").exists())
+        wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "joining").exists())
         os.kill(parent.pid, number)
         parent.join(HANG)
         assert parent.exitcode == (0 if number == signal.SIGINT else -number)
@@ -665,6 +677,12 @@ if __name__ == "__main__":
     with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
+GUARD = 'if __name__ == "__main__":\n'
+TELLS_WHEN_JOINING = """
+    from camshaft.distributed.launch.spawn import Processes
+    collect = Processes._collect
+    Processes._collect = lambda *args: (Path(sys.argv[1], "joining").touch(), collect(*args))
+"""
 # as in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes
 IN_SLURM = {**batch([2, 2]), "SLURM_STEP_ID": str(0xFFFFFFFB)}  # that of the batch script
 UNDER_TORCHRUN = torchrun(3, 1, [2, 2], node=1)
@@ -708,9 +726,9 @@ def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_pat
 
 @pytest.mark.jobs
 def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_path):
-    with run_script({}, tmp_path) as script:
+    with run_script({}, tmp_path, script=SCRIPT.replace(GUARD, GUARD + TELLS_WHEN_JOINING)) as script:
         try:
-            wait_until(lambda: len(processes_in(tmp_path)) == 2)
+            wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "joining").exists())
             os.killpg(script.pid, signal.SIGINT)  # as a terminal does
             _, errors = script.communicate()
         finally:
