@@ -30,6 +30,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.registry import module_of
+from camshaft.distributed.failures import watcher
 from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
@@ -95,8 +96,14 @@ class StubbornError(Exception):
         return "beginning" + "x" * self.args[0] + "end"
 
 
+def be_patient():
+    """Let this process tell others, and learn from them, however long the watchers take: that is not what is tested."""
+    watcher._TELLING = watcher._LEARNING = HANG
+
+
 def fail(local_rank, how):
     """Let the second process fail in some way while the first waits for it."""
+    be_patient()
     if local_rank == 1:
         HOW[how]()
     idist.barrier()
@@ -119,6 +126,7 @@ HOW = {
 
 def leave(local_rank, how, what):
     """Let the second process leave in some way while the first waits for it."""
+    be_patient()
     LEAVE[how]() if local_rank == 1 else WAIT[what]()
 
 
@@ -131,6 +139,7 @@ WAIT = {
 
 
 def note_what_the_others_learn(local_rank, folder):
+    be_patient()
     if local_rank == 1:
         raise ValueError("no data\n" + "x" * 1000)
     try:
@@ -163,6 +172,16 @@ def hang_until_the_other_fails(local_rank, folder):
     while not list(Path(folder).iterdir()):
         time.sleep(0.01)
     raise ValueError("enough")
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """Wait until all processes have reported how they failed, and a fork server its exit codes.
+
+    It is for processes that end by themselves.
+    """
+    monkeypatch.setattr(work, "GRACE", HANG)
+    monkeypatch.setattr(launch, "_COLLECTING", HANG)
 
 
 # --- what they find ----------------------------------------------------------------------------------------------
@@ -279,7 +298,9 @@ def leave_a_child_behind(local_rank, folder):
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, method):
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch, method):
+    if method == "forkserver":  # which knows the exit code once the server has told it
+        monkeypatch.setattr(launch, "_COLLECTING", HANG)
     try:
         with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
             idist.spawn("gloo", leave_a_child_behind, (str(tmp_path),), start_method=method)
@@ -336,6 +357,7 @@ def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_
         ("is killed", -9, "process 1 was terminated by SIGKILL"),
     ],
 )
+@pytest.mark.usefixtures("patience")
 def test_the_first_failure_is_told_each_time_and_all_processes_end(how, code, text):
     processes = start("gloo", fail, (how,), nproc_per_node=2, join=False)
     for _ in range(2):
@@ -387,6 +409,7 @@ LEFT = "RankFailedError: rank 1 has left the run without an error; (it had calle
         ),
     ],
 )
+@pytest.mark.usefixtures("patience")
 def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text):
     with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
         start("gloo", leave, (how, what), nproc_per_node=2)
@@ -423,11 +446,10 @@ def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequ
     assert (reports[0].when > learnt[0]) == is_consequence
 
 
-def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(work, "GRACE", 30.0)  # they may be slow to learn, but this is not what is tested
+@pytest.mark.usefixtures("patience")
+def test_the_others_learn_what_a_process_failed_with(tmp_path):
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
-    wait_until((tmp_path / "learnt").exists)
     (line,) = re.findall("RankFailedError: (.*)", (tmp_path / "learnt").read_text())
     assert line.startswith("rank 1 failed first: ValueError: no data xxx")
     assert len(line) < 400
@@ -566,6 +588,7 @@ def received_by(connection):
     return connection.recv()
 
 
+@pytest.mark.usefixtures("patience")
 def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
     stores = []
 
