@@ -19,7 +19,7 @@ import camshaft.distributed as idist
 from camshaft.distributed.backends import rendezvous
 from camshaft.distributed.backends.rendezvous import open_store
 from camshaft.distributed.environments import detect
-from tests.limits import TIMEOUT
+from tests.limits import HANG, TIMEOUT, wait_until
 from tests.ranks import context, run_on_ranks
 from tests.torchrun.launching import free_port
 
@@ -106,7 +106,7 @@ def fail_on_the_port_in_use(method: str, store: str, free: str) -> None:
     rank = destroy_group()
     mistake = "the port is in use; choose another one" if rank == 0 else "another program uses the port"
     with refused(dist.DistNetworkError, f"^rank {rank} .* the store at {re.escape(store)}.*{mistake}"):
-        initialize(rank, 2, method, SHORT)
+        initialize(rank, 2, method, SHORT if rank else TIMEOUT)  # rank 0 is refused at once
     initialize(rank, 2, free)
     idist.finalize()
 
@@ -122,17 +122,37 @@ def test_every_rank_reports_a_port_in_use(scheme: str) -> None:
         run_on_ranks(2, fail_on_the_port_in_use, f"{scheme}://{address}", f"{address} ({source})", free)
 
 
-def fail_to_meet(size: int, method: str, mistake: str, offset: int) -> None:
+def fail_to_meet(size: int, method: str, mistake: str, offset: int, joined: Path) -> None:
+    """Fail for want of a rank that never comes; of two ranks, the time is over for rank 0 once the other has joined."""
     rank = destroy_group()
+    timeout = SHORT
+    if offset == 0:
+        timeout = TIMEOUT
+
+        class Meeting(dist.PrefixStore):
+            def set(self, key: str, value: str) -> None:
+                super().set(key, value)
+                if value == "here":
+                    joined.touch()
+
+        class Clock:
+            sleep = time.sleep
+
+            @staticmethod
+            def monotonic() -> float:
+                return time.monotonic() + HANG * (rank == 0 and joined.exists())
+
+        # the pause is also how long rank 0 waits until the other has learnt of it
+        vars(rendezvous).update(PrefixStore=Meeting, time=Clock, _LONGEST_PAUSE=HANG)
     with refused(dist.DistError, mistake):
-        initialize(rank + offset, size, method, SHORT)
+        initialize(rank + offset, size, method, timeout)
 
 
 @pytest.mark.parametrize(
     ("ranks", "size", "method", "mistake"),
     [
-        ([0, 1], 4, "tcp://127.0.0.1:{port}", "2 of 4 ranks connected to .*{port}.* within 5 s; missing: 2, 3"),
-        ([0, 1], 3, "file://{folder}/meet", "2 of 3 ranks connected to .*/meet.* within 5 s; missing: 2"),
+        ([0, 1], 4, "tcp://127.0.0.1:{port}", "2 of 4 ranks connected to .*{port}.* within 900 s; missing: 2, 3"),
+        ([0, 1], 3, "file://{folder}/meet", "2 of 3 ranks connected to .*/meet.* within 900 s; missing: 2"),
         (
             [1],
             2,
@@ -144,7 +164,8 @@ def fail_to_meet(size: int, method: str, mistake: str, offset: int) -> None:
 )
 def test_missing_ranks_are_reported(ranks: list[int], size: int, method: str, mistake: str, tmp_path: Path) -> None:
     names = {"port": free_port(), "folder": tmp_path}
-    run_on_ranks(len(ranks), fail_to_meet, size, method.format(**names), mistake.format(**names), ranks[0])
+    texts = method.format(**names), mistake.format(**names)
+    run_on_ranks(len(ranks), fail_to_meet, size, *texts, ranks[0], tmp_path / "joined")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +182,12 @@ def test_a_store_that_cannot_be_reached_is_logged_with_the_reason_before_the_tim
     """Rank 0 listens, but connects to the address as the others do."""
     monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
     port = free_port()
+
+    def open_once_reported(*args: Any, **options: Any) -> dist.TCPStore:
+        wait_until(lambda: caplog.messages)  # however late the other thread looks whether it is open
+        return dist.TCPStore(*args, **options)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", open_once_reported)
     with pytest.raises(dist.DistNetworkError, match=why):
         open_store(None, f"tcp://{host}:{port}", rank, 2, timedelta(seconds=0.3))
     (message,) = caplog.messages

@@ -383,6 +383,7 @@ import camshaft.distributed as idist
 def training(local_rank, start):
     total = idist.all_reduce(idist.get_rank() + start)
     os.write(1, (json.dumps([local_rank, idist.get_world_size(), idist.backend(), total]) + "\\n").encode())
+    idist.barrier()  # the first rank that fails ends the other, which must have written until then
     return total
 
 if __name__ == "__main__":

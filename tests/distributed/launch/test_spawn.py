@@ -30,6 +30,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.registry import module_of
+from camshaft.distributed.failures import watcher
 from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
@@ -95,8 +96,14 @@ class StubbornError(Exception):
         return "beginning" + "x" * self.args[0] + "end"
 
 
+def be_patient():
+    """Let this process tell others, and learn from them, however long the watchers take: that is not what is tested."""
+    watcher._TELLING = watcher._LEARNING = HANG
+
+
 def fail(local_rank, how):
     """Let the second process fail in some way while the first waits for it."""
+    be_patient()
     if local_rank == 1:
         HOW[how]()
     idist.barrier()
@@ -119,6 +126,7 @@ HOW = {
 
 def leave(local_rank, how, what):
     """Let the second process leave in some way while the first waits for it."""
+    be_patient()
     LEAVE[how]() if local_rank == 1 else WAIT[what]()
 
 
@@ -131,6 +139,7 @@ WAIT = {
 
 
 def note_what_the_others_learn(local_rank, folder):
+    be_patient()
     if local_rank == 1:
         raise ValueError("no data\n" + "x" * 1000)
     try:
@@ -163,6 +172,16 @@ def hang_until_the_other_fails(local_rank, folder):
     while not list(Path(folder).iterdir()):
         time.sleep(0.01)
     raise ValueError("enough")
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """Wait until all processes have reported how they failed, and a fork server its exit codes.
+
+    It is for processes that end by themselves.
+    """
+    monkeypatch.setattr(work, "GRACE", HANG)
+    monkeypatch.setattr(launch, "_COLLECTING", HANG)
 
 
 # --- what they find ----------------------------------------------------------------------------------------------
@@ -279,7 +298,9 @@ def leave_a_child_behind(local_rank, folder):
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, method):
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch, method):
+    if method == "forkserver":  # which knows the exit code once the server has told it
+        monkeypatch.setattr(launch, "_COLLECTING", HANG)
     try:
         with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
             idist.spawn("gloo", leave_a_child_behind, (str(tmp_path),), start_method=method)
@@ -336,6 +357,7 @@ def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_
         ("is killed", -9, "process 1 was terminated by SIGKILL"),
     ],
 )
+@pytest.mark.usefixtures("patience")
 def test_the_first_failure_is_told_each_time_and_all_processes_end(how, code, text):
     processes = start("gloo", fail, (how,), nproc_per_node=2, join=False)
     for _ in range(2):
@@ -387,6 +409,7 @@ LEFT = "RankFailedError: rank 1 has left the run without an error; (it had calle
         ),
     ],
 )
+@pytest.mark.usefixtures("patience")
 def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text):
     with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
         start("gloo", leave, (how, what), nproc_per_node=2)
@@ -423,11 +446,10 @@ def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequ
     assert (reports[0].when > learnt[0]) == is_consequence
 
 
-def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(work, "GRACE", 30.0)  # they may be slow to learn, but this is not what is tested
+@pytest.mark.usefixtures("patience")
+def test_the_others_learn_what_a_process_failed_with(tmp_path):
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
-    wait_until((tmp_path / "learnt").exists)
     (line,) = re.findall("RankFailedError: (.*)", (tmp_path / "learnt").read_text())
     assert line.startswith("rank 1 failed first: ValueError: no data xxx")
     assert len(line) < 400
@@ -566,6 +588,7 @@ def received_by(connection):
     return connection.recv()
 
 
+@pytest.mark.usefixtures("patience")
 def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
     stores = []
 
@@ -590,6 +613,17 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 # --- the end of the one who started them -------------------------------------------------------------------------
 
 
+def tell_when_joining(folder):
+    """Create a file once this process waits for others, where an interrupt is expected."""
+    collect = launch.Processes._collect
+
+    def tell_and_collect(*args):
+        Path(folder, "joining").touch()
+        collect(*args)
+
+    launch.Processes._collect = tell_and_collect
+
+
 def be_a_parent(folder, how):
     """Start processes that hang, and write down how that ends."""
     work.GRACE = 1.0  # those that are forked take it over
@@ -597,6 +631,7 @@ def be_a_parent(folder, how):
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
     Path(folder, "bystander").write_text(str(bystander.pid))
+    tell_when_joining(folder)
     try:
         processes.join()
     except BaseException:
@@ -617,7 +652,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path, number, how):
     parent = context.Process(target=be_a_parent, args=(str(tmp_path), how))
     parent.start()
     try:
-        wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "bystander").exists())
+        wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "joining").exists())
         os.kill(parent.pid, number)
         parent.join(HANG)
         assert parent.exitcode == (0 if number == signal.SIGINT else -number)
@@ -665,6 +700,12 @@ if __name__ == "__main__":
     with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
+GUARD = 'if __name__ == "__main__":\n'
+TELLS_WHEN_JOINING = """
+    from camshaft.distributed.launch.spawn import Processes
+    collect = Processes._collect
+    Processes._collect = lambda *args: (Path(sys.argv[1], "joining").touch(), collect(*args))
+"""
 # as in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes
 IN_SLURM = {**batch([2, 2]), "SLURM_STEP_ID": str(0xFFFFFFFB)}  # that of the batch script
 UNDER_TORCHRUN = torchrun(3, 1, [2, 2], node=1)
@@ -708,9 +749,9 @@ def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_pat
 
 @pytest.mark.jobs
 def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_path):
-    with run_script({}, tmp_path) as script:
+    with run_script({}, tmp_path, script=SCRIPT.replace(GUARD, GUARD + TELLS_WHEN_JOINING)) as script:
         try:
-            wait_until(lambda: len(processes_in(tmp_path)) == 2)
+            wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "joining").exists())
             os.killpg(script.pid, signal.SIGINT)  # as a terminal does
             _, errors = script.communicate()
         finally:
