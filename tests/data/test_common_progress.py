@@ -70,9 +70,18 @@ def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1, fails
     ],
 )
 def test_a_run_resumes_from_what_all_ranks_have_completed(engine_class, stops, reached):
-    epochs = -(-max(stops) // 15)
-    with mock.patch.object(data, "_PATIENCE", 0.5):
+    epochs, store, readings = -(-max(stops) // 15), dist.distributed_c10d._get_default_store(), []
+
+    def patience():
+        """Stand still until the other rank has ended: it may take its time to save."""
+        if store.check([f"rank {1 - idist.get_rank()} has ended"]):
+            readings.append(1.0)
+        return sum(readings)
+
+    clock = SimpleNamespace(monotonic=patience, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
+    with mock.patch.object(data, "time", clock), mock.patch.object(data, "_PATIENCE", 3.0):
         before, states, messages = work(engine_class, stops, max_epochs=epochs, fails=True)
+    store.set(f"rank {idist.get_rank()} has ended", "")
     dist.barrier()
     (state,) = idist.all_gather((states[-1] if states else None,))[0]  # rank 0 writes the file
     assert state["iteration"] == reached

@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import camshaft.distributed as idist
 from camshaft.data import read_ahead
 from camshaft.data.read_ahead import end_together, prefetch_to_device
+from camshaft.distributed.agreement import ends
 from camshaft.distributed.agreement.ends import BatchCounts
 from camshaft.distributed.backends.torch_distributed import NativeBackend
 from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError
 from camshaft.types import Stateful
-from tests.limits import TIMEOUT
+from tests.limits import HANG, TIMEOUT
 from tests.ranks import await_watchers, on_ranks
 from tests.threads import on_threads
 
@@ -261,7 +262,8 @@ def test_the_process_with_the_store_may_end_before_the_others():
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
     stores = [store]
     del store
-    with mock.patch.object(NativeBackend, "store", side_effect=lambda: stores[0]):
+    stays = mock.patch.object(ends, "_FAREWELL", HANG)  # however late the other one is
+    with stays, mock.patch.object(NativeBackend, "store", side_effect=lambda: stores[0]):
         for batch in ending(Loader(2), 2):
             if rank == 1 and batch == 1:
                 time.sleep(0.3)  # it has reported its end, and not read those of the others

@@ -50,6 +50,7 @@ def train(
 ) -> Ended:
     """Train until a signal has reached the receivers, a time after the run has started."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # that of one rank may come after the other's has ended the run
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has workers
     rank = idist.get_rank()
     torch.manual_seed(0)

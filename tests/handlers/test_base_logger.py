@@ -26,6 +26,7 @@ from camshaft.handlers.base_logger import (
     answers,
 )
 from tests.handlers.parts import Memory, Part, at
+from tests.limits import HANG
 from tests.ranks import on_ranks
 
 Pair = namedtuple("Pair", "x y")
@@ -632,7 +633,7 @@ def serving(send):
 def test_any_response_counts_as_an_answer(monkeypatch, answer, scheme):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with serving(lambda connection: connection.sendall(answer)) as address:
-        assert answers(f"{scheme}://{address}/")
+        assert answers(f"{scheme}://{address}/", seconds=HANG)
 
 
 def test_a_closed_or_silent_port_does_not_answer(monkeypatch):

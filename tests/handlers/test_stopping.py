@@ -17,6 +17,7 @@ from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit, stop_together
 from camshaft.handlers.stopping import StopTogether
 from tests.distributed.failures.stand_in import watching
+from tests.limits import HANG
 from tests.ranks import await_watchers, on_ranks, run_on_ranks
 
 
@@ -55,6 +56,7 @@ def test_all_ranks_stop_after_the_same_iteration():
 def test_ranks_may_be_far_apart(monkeypatch):
     await_watchers()
     monkeypatch.setattr("camshaft.distributed.failures.board.PERIOD", 0.05)  # otherwise a rank gets a second ahead
+    monkeypatch.setattr("camshaft.distributed.agreement.stop._PATIENCE", HANG)  # with one that begins late, too
 
     def step(engine, batch):
         if idist.get_rank() == 0 and batch < 3000 and batch % 7 == 0:  # then it catches up, however far the other is

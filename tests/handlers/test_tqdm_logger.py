@@ -201,7 +201,7 @@ RARELY = {"mininterval": 1e6}
         (RARELY, 2),  # when the bar opens and when it closes
         ({**RARELY, "persist": False}, 1),  # the last values are not visible
         (OFTEN, 101),
-        ({"mininterval": 0, "miniters": 10}, 11),  # at 1, 11, ..., 91 and at the end
+        ({"mininterval": 0, "miniters": 10, "maxinterval": 1e6}, 11),  # at 1, 11, ..., 91 and at the end
         ({"disable": True}, 0),
         ({"disable": None}, 0),  # not a terminal
     ],
