@@ -163,8 +163,10 @@ class Program:
         return self
 
     def wait_for(self, text: str, seconds: float = HANG) -> None:
-        """Wait until the output contains a text."""
-        self._wait(lambda: text in self.output, seconds, f"did not write {text!r}")
+        """Wait until the output contains a text, which the command must write before it ends."""
+        self._wait(lambda: text in self.output or self.poll() is not None, seconds, f"did not write {text!r}")
+        if text not in self.output:
+            pytest.fail(f"{self._command} ended without {text!r}:\n{self.output}", pytrace=False)
 
     def _wait(self, condition: Callable[[], bool], seconds: float, failure: str) -> None:
         deadline = time.monotonic() + seconds

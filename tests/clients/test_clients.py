@@ -13,13 +13,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.limits import HANG, wait_until
+from tests.limits import HANG
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 ON_CAMSHAFT = ("-m", "camshaft.as_ignite")
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 EXAMPLE = ROOT / "examples" / "monai_segmentation.py"
+# kills itself when it has written a checkpoint, but not yet given it its name
+KILLED = """
+import os, runpy, signal, sys
+
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("checkpoint_25.pt"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+sys.argv[:1] = []
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def results_of(script: str, *arguments: object, how: tuple[str, ...] = ON_CAMSHAFT) -> dict[str, Any]:
@@ -60,22 +72,20 @@ def test_the_results_are_those_on_pytorch_ignite(script: str) -> None:
 
 
 def test_the_example_resumes_exactly_after_a_kill(tmp_path: Path) -> None:
-    def start(folder: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(EXAMPLE), "--epochs=3", "--output", folder]
+    def start(folder: str, *how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *how, str(EXAMPLE), "--epochs=3", "--output", folder]
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    with start("killed") as killed:
-        wait_until(lambda: (tmp_path / "killed" / "checkpoint_20.pt").exists() or killed.poll() is not None)
-        killed.send_signal(signal.SIGKILL)
-        killed.communicate(timeout=HANG)
-    assert killed.returncode in (-signal.SIGKILL, 0)  # this process may have been suspended until the other had ended
+    with start("killed", "-c", KILLED) as killed:
+        output = killed.communicate(timeout=HANG)[0]
+    assert killed.returncode == -signal.SIGKILL, output
     with start("killed") as again, start("whole") as whole:
         outputs = [program.communicate(timeout=HANG)[0] for program in (again, whole)]
     assert [again.returncode, whole.returncode] == [0, 0], outputs
-    assert "resumed at iteration " in outputs[0]
+    assert "resumed at iteration 20\n" in outputs[0]
     last = [torch.load(tmp_path / folder / "checkpoint_48.pt", weights_only=True) for folder in ("killed", "whole")]
     assert last[0]["trainer"] == last[1]["trainer"]
     for name, weight in last[0]["model"].items():

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.guards import link_target
+from tests.limits import SOON
 from tests.machines import Machine, connect
 
 MACHINE_AND_PROGRAM = """
 import sys, time
 from tests.machines import Machine
-with Machine("alpha") as alpha, alpha.start("sleep", "100"):
+with Machine("alpha") as alpha, alpha.start("sleep", "9000"):
     print(alpha.pid, flush=True)
-    time.sleep(100)
+    time.sleep(9000)
 """
 
 
@@ -27,14 +28,14 @@ def test_a_machine_ends_with_its_parent_process():
         assert maker.stdout is not None
         first = os.pidfd_open(int(maker.stdout.readline()))
         maker.kill()
-    ended, _, _ = select.select([first], [], [], 10)
+    ended, _, _ = select.select([first], [], [], SOON)
     os.close(first)
     assert ended
 
 
 def test_processes_on_a_machine_end_with_it():
     with Machine("alpha") as alpha:
-        number = alpha.check("bash", "-c", "setsid sleep 100 >/dev/null 2>&1 & readlink /proc/$!/ns/net")
+        number = alpha.check("bash", "-c", "setsid sleep 9000 >/dev/null 2>&1 & readlink /proc/$!/ns/net")
         assert processes_in(number.strip())
     assert not processes_in(number.strip())
 
@@ -55,4 +56,4 @@ def test_machines_see_only_each_other():
 
 def test_a_program_that_does_not_exit_is_killed():
     with Machine("alpha") as alpha, pytest.raises(pytest.fail.Exception, match="did not end within 0.1 s"):
-        alpha.run("sleep", "100", seconds=0.1)
+        alpha.run("sleep", "9000", seconds=0.1)

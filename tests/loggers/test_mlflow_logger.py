@@ -25,6 +25,13 @@ from tests.loggers.scripts import run_script
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by MLflow's dependencies
 
 
+PATIENT = f"""
+        from functools import partial
+        from camshaft.handlers import mlflow_logger
+        mlflow_logger.answers = partial(mlflow_logger.answers, seconds={HANG})  # the server may be slow
+        """
+
+
 def history(store, name):
     """Read a metric from the store, ordered by step."""
     return query(store, "select step, value from metrics where key = ? and is_nan = 0 order by step", name)
@@ -155,7 +162,7 @@ def stop(process):
 
 def test_metrics_are_sent_to_a_server(server, store, tmp_path):
     uri, _ = server
-    script = f"""
+    script = f"""{PATIENT}
         from camshaft.handlers import MLflowLogger
         with MLflowLogger({uri!r}) as logger:
             by_iteration(logger).run(range(4))
@@ -170,7 +177,7 @@ def test_metrics_are_sent_to_a_server(server, store, tmp_path):
 
 def test_a_server_that_disappears_warns_once(server, tmp_path):
     uri, process = server
-    script = f"""
+    script = f"""{PATIENT}
         import os, signal
         from camshaft.handlers import MLflowLogger
         logger = MLflowLogger({uri!r})
@@ -183,7 +190,7 @@ def test_a_server_that_disappears_warns_once(server, tmp_path):
         assert len([one for one in caught if "values may be missing in MLflow" in str(one.message)]) == 1, caught
         os._exit(0)  # otherwise MLflow would try to end the run on the server
         """
-    run_script(tmp_path, script, MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="3")
+    run_script(tmp_path, script, MLFLOW_HTTP_REQUEST_MAX_RETRIES="1")
 
 
 def test_an_unreachable_server_warns_once(tmp_path):
