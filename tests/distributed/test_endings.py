@@ -20,7 +20,9 @@ PROGRAM = """
 import sys
 from datetime import timedelta
 import camshaft.distributed as idist
+from camshaft.distributed.failures import watcher
 
+watcher._LEARNING = 900.0  # for the watcher, which may stand still
 rank, who, how, debug, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "debug", sys.argv[5]
 idist.initialize("gloo", debug=debug, init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=900))
 if rank == who and how == "raise":
