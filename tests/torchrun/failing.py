@@ -5,12 +5,14 @@ torchrun --nproc-per-node 2 -m tests.torchrun.failing BEHAVIOR
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
 import camshaft.distributed as idist
 from camshaft.distributed.failures import watcher
-from tests.limits import FOREVER, TIMEOUT
+from tests.guards import is_running
+from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 
 
 def raise_or_reduce(local_rank: int) -> None:
@@ -26,8 +28,11 @@ def raise_or_compute(local_rank: int) -> None:
 
 
 def reduce_or_compute(local_rank: int) -> None:
+    watcher._ORPHANED = watcher._LEARNING = watcher.PATIENCE = HANG  # they may be slow to learn of the end of torchrun
+    pids = idist.all_gather(os.getpid())
     print("all ranks have started\n", end="", flush=True)
     if idist.get_rank() == 1:
+        wait_until(lambda: not is_running(pids[0]))  # it has learnt that torchrun was killed, not that this rank ended
         watcher._ORPHANED = 5.0
         time.sleep(FOREVER)
     idist.all_reduce(1.0)
