@@ -28,8 +28,11 @@ MailProg=/bin/true
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+MessageTimeout=60
+BatchStartTimeout=900
+SlurmdTimeout=900
 NodeName=n[1-2] CPUs={cpus}
-PartitionName=all Nodes=ALL Default=YES MaxTime=2
+PartitionName=all Nodes=ALL Default=YES MaxTime=30
 """
 
 

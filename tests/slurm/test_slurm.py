@@ -214,7 +214,7 @@ def test_the_example_matches_one_process(cluster, nodes):
 def test_the_job_of_the_clusters_page_resumes_after_a_failure(cluster, tmp_path):
     cluster_page.write(tmp_path, "train.py", "job.sh")
     log, status = tmp_path / "log", tmp_path / "status"
-    submit = f"sbatch --time=2 --output={log} --open-mode=append"
+    submit = f"sbatch --time=30 --output={log} --open-mode=append"
     last = shlex.join([*submit.split(), "--dependency=singleton", "--job-name=train", "--wrap", f"echo $? >{status}"])
     (tmp_path / "failing.sh").write_text(cluster_page.text("job.sh").replace("train.py", "train.py --fail"))
     jobs = f"{submit} failing.sh && {submit} --dependency=singleton job.sh"
