@@ -28,7 +28,7 @@ def raise_or_compute(local_rank: int) -> None:
 
 
 def reduce_or_compute(local_rank: int) -> None:
-    watcher._ORPHANED = watcher._LEARNING = watcher.PATIENCE = HANG  # they may be slow to learn of the end of torchrun
+    vars(watcher).update(_ORPHANED=HANG, _LEARNING=HANG, PATIENCE=HANG)  # they may be slow to learn what happened
     pids = idist.all_gather(os.getpid())
     print("all ranks have started\n", end="", flush=True)
     if idist.get_rank() == 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends import rendezvous
@@ -129,7 +130,7 @@ def fail_to_meet(size: int, method: str, mistake: str, offset: int, joined: Path
     if offset == 0:
         timeout = TIMEOUT
 
-        class Meeting(dist.PrefixStore):
+        class Meeting(PrefixStore):
             def set(self, key: str, value: str) -> None:
                 super().set(key, value)
                 if value == "here":
@@ -183,9 +184,9 @@ def test_a_store_that_cannot_be_reached_is_logged_with_the_reason_before_the_tim
     monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
     port = free_port()
 
-    def open_once_reported(*args: Any, **options: Any) -> dist.TCPStore:
+    def open_once_reported(*args: Any, **options: Any) -> TCPStore:
         wait_until(lambda: caplog.messages)  # however late the other thread looks whether it is open
-        return dist.TCPStore(*args, **options)
+        return TCPStore(*args, **options)
 
     monkeypatch.setattr(rendezvous, "TCPStore", open_once_reported)
     with pytest.raises(dist.DistNetworkError, match=why):
