@@ -93,7 +93,7 @@ def _install() -> None:
     Raises:
         ImportError: pytorch-ignite is not installed, or was imported before.
     """
-    if any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path):  # also of a module reloaded
+    if any(str(type(finder)) == str(_Finder) for finder in sys.meta_path):  # also before this module was reloaded
         return
     if _IGNITE in sys.modules:
         users = sorted({module.__name__ for module in tuple(sys.modules.values()) if _uses_ignite(module)})
@@ -191,7 +191,7 @@ def _compiled(script: str) -> tuple[str, str | None, CodeType]:
     spec = find_spec(script)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{script}.__main__")
-    code = None if spec is None or spec.loader is None else spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+    code = None if spec is None or spec.loader is None else spec.loader.get_code(spec.name)  # type: ignore[attr-defined]  # as runpy asks
     if spec is None or code is None:
         raise ImportError(f"there is no module {script!r} to run")
     return str(spec.origin), spec.parent, code

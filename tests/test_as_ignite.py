@@ -156,6 +156,17 @@ def test_another_package_sees_the_same_once_the_first_import_was_made(tmp_path: 
     assert done.stderr == ""
 
 
+def test_a_finder_of_somebody_else_does_not_count(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "class _Finder:\n    find_spec = staticmethod(lambda *arguments: None)\n"
+        "sys.meta_path.insert(0, _Finder())\n"
+        "import camshaft.as_ignite, ignite.engine\n"
+        "print(ignite.engine.Engine.__module__)"
+    )
+    assert run(sys.executable, "-c", script, folder=tmp_path).stdout == "camshaft.engine.engine\n"
+
+
 def test_camshafts_modules_stay_as_they_are(tmp_path: Path) -> None:
     script = (
         "import camshaft.as_ignite, importlib, ignite.engine.events, ignite.handlers, camshaft.handlers\n"
