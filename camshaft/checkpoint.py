@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from camshaft.arguments import load_optional
 from camshaft.files import write_atomically
 from camshaft.handlers.checkpoint.loading import find, read_checkpoint
 from camshaft.handlers.checkpoint.savers import Manifest
 from camshaft.handlers.checkpoint.state import read_chunks
-from camshaft.handlers.utils import load_optional
 from camshaft.text import RED, Look, aligned
 
 SAFETENSORS = ".safetensors"

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from camshaft.errors import check_type
+from camshaft.arguments import check_type
 
 
 def manual_seed(seed: SupportsIndex) -> None:

@@ -17,10 +17,12 @@ ANNOTATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AnnAssign)
 
 LEAVES = (
     "camshaft.activity",
+    "camshaft.arguments",
     "camshaft.base",
     "camshaft.base.mixins",
     "camshaft.errors",
     "camshaft.files",
+    "camshaft.interop",
     "camshaft.metrics",
     "camshaft.seeding",
     "camshaft.dtensors",

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from camshaft.errors import NotComputableError, annotate, described
+from camshaft.arguments import described
+from camshaft.errors import NotComputableError, annotate
 from camshaft.exceptions import NotComputableError as FromTheApi
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from camshaft.errors import check_type
+from camshaft.arguments import check_type
 
 __all__ = ["ResettableHandler", "Serializable"]
 

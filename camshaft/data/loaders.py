@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from camshaft.arguments import check_type, described
 from camshaft.data.augmentation import SeededLoader, read_apart
 from camshaft.data.orders import Order, Sequential, Shuffled
 from camshaft.data.permutation import key_of
 from camshaft.data.read_ahead import end_together
 from camshaft.data.samplers import ExactBatchSampler, check_length, length_of
 from camshaft.distributed.job import current, data_place
-from camshaft.errors import check_type, described
 from camshaft.text import counted
 
 _UNSET = -1  # no epoch was set

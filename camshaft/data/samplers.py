@@ -16,13 +16,13 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
+from camshaft.arguments import check_type
 from camshaft.data.augmentation import Indices
 from camshaft.data.orders import Order, Sequential
 from camshaft.data.partition import Partition, even_partition, partition_of_batches, too_few
 from camshaft.data.permutation import BLOCK, key_of
 from camshaft.distributed.agreement.seed import SharedSource
 from camshaft.distributed.job import current, data_place
-from camshaft.errors import check_type
 from camshaft.seeding import manual_seed, preserved_random_state
 from camshaft.text import counted
 

@@ -20,13 +20,14 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from camshaft import activity
+from camshaft.arguments import check_type
 from camshaft.distributed import cores, failures
 from camshaft.distributed.backends.contract import Backend, Job, Resource
 from camshaft.distributed.backends.registry import adopt, joined, module_of, nothing_to_adopt
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.environments import detect, infer, torchrun_agent
 from camshaft.distributed.failures import debug as debug_mode
-from camshaft.errors import RankDivergenceError, RankFailedError, check_type, line_of_error
+from camshaft.errors import RankDivergenceError, RankFailedError, line_of_error
 
 logger = logging.getLogger("camshaft.distributed")
 _serial = SerialBackend()

@@ -12,11 +12,12 @@ from typing import ParamSpec, SupportsIndex, TypeVar
 
 import torch
 
+from camshaft.arguments import check_type
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.call import Call
 from camshaft.distributed.failures.alone import alone, check_all_present, only
 from camshaft.distributed.job import current
-from camshaft.errors import check_type, line_of_caller
+from camshaft.errors import line_of_caller
 
 P = ParamSpec("P")
 R = TypeVar("R")

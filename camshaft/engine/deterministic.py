@@ -12,10 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from camshaft.arguments import check_type
 from camshaft.engine.data import DataIterator, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
 from camshaft.engine.state import Batch, Output
-from camshaft.errors import check_type
 from camshaft.seeding import (
     capture_random_state,
     manual_seed,

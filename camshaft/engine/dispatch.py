@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from camshaft.arguments import check_type, described, shortened, without_annotations
 from camshaft.engine.events import (
     NEVER,
     CallableEventWithFilter,
@@ -25,7 +26,8 @@ from camshaft.engine.events import (
     translated,
 )
 from camshaft.engine.state import State
-from camshaft.errors import annotate, check_metric, check_type, described, shortened, without_annotations
+from camshaft.errors import annotate
+from camshaft.interop import check_metric
 
 Invocation = Callable[[Any], Any]
 Wrapper = Callable[[Any, "Registration", Invocation], Invocation]

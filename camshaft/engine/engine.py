@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from camshaft import activity
+from camshaft.arguments import check_takes, check_type
 from camshaft.base import Serializable
 from camshaft.engine.data import DataIterator, can_start_anywhere, has_own_state, length_of, seek_with_new_length
 from camshaft.engine.dispatch import Dispatcher
@@ -35,7 +36,7 @@ from camshaft.engine.progress import (
     target_of,
 )
 from camshaft.engine.state import Batch, Output, State
-from camshaft.errors import check_takes, level_of_caller
+from camshaft.errors import level_of_caller
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -750,3 +751,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         progress = self._in_present_epochs(progress, length, found)
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._keep(progress)
+
+
+def check_engine(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is an engine of this library."""
+    check_type(name, value, Engine, "an Engine")

@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from enum import Enum, EnumMeta, IntEnum
 from typing import TYPE_CHECKING, Any
 
+from camshaft.arguments import check_takes
 from camshaft.engine.state import State
-from camshaft.errors import check_takes, ignite_class
+from camshaft.interop import ignite_class
 from camshaft.types import is_integer
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
@@ -505,3 +506,11 @@ class RemovableEventHandle:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+
+def joined(
+    handles: Iterable[RemovableEventHandle], event_name: Any, handler: Callable[..., object], engine: Any
+) -> RemovableEventHandle:
+    """Return one handle that removes everything that several handles of an engine would."""
+    registrations = tuple(number for handle in handles for number in handle.registrations)
+    return RemovableEventHandle(event_name, handler, engine, registrations)

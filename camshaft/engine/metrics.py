@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from camshaft.arguments import check_is_no_class, check_takes, check_type, described
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_world_size
 from camshaft.distributed.collectives.values import decode, encode
@@ -18,7 +19,8 @@ from camshaft.dtensors import full_value
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import check_has_output, fetch, peek
-from camshaft.errors import annotate, check_is_no_class, check_takes, check_type, described, ignite_class
+from camshaft.errors import annotate
+from camshaft.interop import ignite_class
 
 
 def attach_metrics(

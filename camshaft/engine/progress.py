@@ -7,9 +7,9 @@ from enum import Enum, auto
 from math import ceil
 from typing import Any, NamedTuple
 
+from camshaft.arguments import check_type, described
 from camshaft.engine.data import Position, batch_size_of, length_of
 from camshaft.engine.state import State
-from camshaft.errors import check_type, described
 from camshaft.text import counted
 from camshaft.types import is_integer
 
@@ -271,3 +271,8 @@ class Request:
         if self.max_iters is not None:
             state.max_iters = self.max_iters
             state.max_epochs = derived_max_epochs(state) if state.max_epochs is not None else None
+
+
+def num_epochs(state: State[Any, Any]) -> int | None:
+    """Return the number of epochs of a run, if known."""
+    return derived_max_epochs(state) if state.max_epochs is None else state.max_epochs

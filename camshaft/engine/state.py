@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from camshaft.dtensors import full_value
-from camshaft.errors import annotate, ignite_class
+from camshaft.errors import annotate
+from camshaft.interop import ignite_class
 
 if TYPE_CHECKING:
     from camshaft.engine.events import CallableEventWithFilter
@@ -301,3 +302,20 @@ class Results(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)  # loads with weights_only=True
+
+
+def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
+    """Raise ``ValueError`` if ``name`` is an attribute that the engine uses as a counter.
+
+    >>> check_is_no_counter("param_name", "epoch", State())
+    Traceback (most recent call last):
+    ValueError: param_name must not be 'epoch', which is a counter of the engine; choose another name
+    """
+    if name in state.event_to_attr.values():
+        raise ValueError(f"{argument} must not be {name!r}, which is a counter of the engine; choose another name")
+
+
+def missing_metric(needed_by: str, name: str, metrics: Mapping[str, Any]) -> str:
+    """Return the message that a metric, which an argument needs, does not exist."""
+    hint = "correct the name, or attach metric and handler to the same engine, usually the evaluator"
+    return f"{needed_by} needs the metric {name!r}, but engine.state.metrics has {list(metrics)}: {hint}"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from camshaft.arguments import check_type, described
 from camshaft.dtensors import (
     any_dtensor,
     discard_gradients,
@@ -28,7 +29,7 @@ from camshaft.dtensors import (
 )
 from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate, check_type, described
+from camshaft.errors import annotate
 from camshaft.text import counted
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike

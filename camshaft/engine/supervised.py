@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from camshaft.arguments import check_is_no_class, check_takes, check_type, described
 from camshaft.distributed import get_world_size, model_name
 from camshaft.distributed.failures.alone import alone
 from camshaft.distributed.models.replicas import register
@@ -38,7 +39,7 @@ from camshaft.engine.step import (
     scaled_to_all_ranks,
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
-from camshaft.errors import check_is_no_class, check_takes, check_type, described, level_of_caller
+from camshaft.errors import level_of_caller
 from camshaft.types import DeviceLike
 
 P = ParamSpec("P")

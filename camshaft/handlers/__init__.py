@@ -34,6 +34,7 @@ from camshaft.handlers.state_param_scheduler import (
     StateParamScheduler,
     StepStateScheduler,
 )
+from camshaft.handlers.steps import global_step_from_engine
 from camshaft.handlers.stopping import stop_together
 from camshaft.handlers.stores import EpochOutputStore
 from camshaft.handlers.stragglers import Stragglers
@@ -45,7 +46,6 @@ from camshaft.handlers.time_profilers import BasicTimeProfiler, HandlersTimeProf
 from camshaft.handlers.timing import Timer
 from camshaft.handlers.torch_profiler import TorchProfiler
 from camshaft.handlers.tqdm_logger import ProgressBar
-from camshaft.handlers.utils import global_step_from_engine
 from camshaft.handlers.wandb_logger import WandBLogger
 
 __all__ = [

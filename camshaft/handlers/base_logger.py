@@ -20,22 +20,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from camshaft.arguments import check_callable, check_text, check_type, described
 from camshaft.distributed import get_rank
 from camshaft.dtensors import full_value, is_dtensor, needs_all_ranks, reshard
-from camshaft.engine.engine import Engine, outermost_engine
-from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
+from camshaft.engine.engine import Engine, check_engine, outermost_engine
+from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in, joined
 from camshaft.engine.state import LazyNumber, check_has_output, fetch
-from camshaft.errors import described, level_of_caller
+from camshaft.errors import level_of_caller
+from camshaft.handlers.base_scheduler import check_entries
 from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.utils import (
-    StepOf,
-    check_callable,
-    check_engine,
-    check_entries,
-    check_text,
-    check_type,
-    joined,
-)
+from camshaft.handlers.steps import StepOf
 
 __all__ = [
     "BaseHandler",

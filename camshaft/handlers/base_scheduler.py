@@ -7,17 +7,18 @@ import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Integral
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
+from camshaft.arguments import check_sequence, check_text, check_type, integer, load_optional, number
 from camshaft.base import Serializable
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers import utils
+from camshaft.handlers.steps import repeats_iteration, resumes_epoch
 
 # looking up a member of an enumeration on each call is slow
 _EPOCH_STARTED = Events.EPOCH_STARTED
@@ -45,7 +46,7 @@ class BaseParamScheduler(Serializable, ABC):
     _instead_of_ignite: str | None = None  # what to do if PyTorch-Ignite's state of this name has another meaning
 
     def __init__(self, param_name: str, save_history: bool = False) -> None:
-        utils.check_text("param_name", param_name)
+        check_text("param_name", param_name)
         self.param_name = param_name
         self.event_index = 0
         self.save_history = save_history
@@ -79,7 +80,7 @@ class BaseParamScheduler(Serializable, ABC):
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        pyplot = utils.load_optional("matplotlib.pyplot", extra="plot", needed_by=f"{cls.__name__}.plot_values")
+        pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by=f"{cls.__name__}.plot_values")
         rows = cls.simulate_values(num_events, **scheduler_kwargs)
         label = scheduler_kwargs.get("param_name", "learning rate")
         lines = pyplot.plot([row[0] for row in rows], [row[1:] for row in rows], label=label)
@@ -139,15 +140,15 @@ class BaseParamScheduler(Serializable, ABC):
         """Return whether a resumed run continues an epoch, or after an error repeats an iteration, of its last call."""
         event = engine.last_event_name
         if event is _ITERATION_STARTED or event is _ITERATION_COMPLETED:
-            return self._last_iteration == engine._state.iteration and utils.repeats_iteration(engine)
-        return event is _EPOCH_STARTED and self.event_index > 0 and utils.resumes_epoch(engine)
+            return self._last_iteration == engine._state.iteration and repeats_iteration(engine)
+        return event is _EPOCH_STARTED and self.event_index > 0 and resumes_epoch(engine)
 
     def _remember_call(self, engine: Engine[Any, Any]) -> None:
         """Remember the iteration of a call."""
         try:
             self._last_iteration = engine._state.iteration
         except AttributeError:  # a check of each engine would take as long as all of this
-            utils.check_engine("engine", engine)
+            check_engine("engine", engine)
             raise
 
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
@@ -189,7 +190,7 @@ class SteppedScheduler(BaseParamScheduler):
         Returns:
             A handle that detaches the scheduler.
         """
-        utils.check_engine("engine", engine)
+        check_engine("engine", engine)
         return engine.add_event_handler(event, self)
 
     def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
@@ -248,17 +249,17 @@ def split_milestones(milestones_values: Any) -> tuple[list[int], list[float]]:
     >>> split_milestones([(0, 1), (10, 0.5)])
     ([0, 10], [1.0, 0.5])
     """
-    utils.check_sequence("milestones_values", milestones_values)
+    check_sequence("milestones_values", milestones_values)
     if not milestones_values:
         raise ValueError("milestones_values must hold at least one pair, got none")
     for pair in milestones_values:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"milestones_values must hold tuples (milestone, value), got {pair!r}")
-        utils.check_type("a milestone", pair[0], Integral, "an integer")
+        check_type("a milestone", pair[0], Integral, "an integer")
     milestones = [int(milestone) for milestone, _ in milestones_values]
     if any(earlier > later for earlier, later in pairwise(milestones)):
         raise ValueError(f"the milestones of milestones_values must be sorted, got {milestones}")
-    return milestones, [utils.number("a value of milestones_values", value) for _, value in milestones_values]
+    return milestones, [number("a value of milestones_values", value) for _, value in milestones_values]
 
 
 def interpolate(index: int, milestones: list[int], values: list[float]) -> float:
@@ -282,4 +283,19 @@ def whole(name: str, value: Any, least: int) -> int:
     >>> whole("cycle_size", 10 / 2, least=2)
     5
     """
-    return utils.integer(name, int(value) if isinstance(value, float) and value.is_integer() else value, least)
+    return integer(name, int(value) if isinstance(value, float) and value.is_integer() else value, least)
+
+
+def check_entries(param_name: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless all parameter groups have the parameter.
+
+    >>> check_entries("rl", [{"params": [], "lr": 0.1}])
+    Traceback (most recent call last):
+    ValueError: param_name must be a parameter of all groups of the optimizer, got 'rl': there are ['lr']
+    """
+    for group in groups:
+        known = [name for name in group if name != "params"]
+        if param_name not in known:
+            raise ValueError(
+                f"param_name must be a parameter of all groups of the optimizer, got {param_name!r}: there are {known}"
+            )

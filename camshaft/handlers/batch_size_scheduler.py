@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from camshaft.arguments import check_callable, check_type
 from camshaft.data.samplers import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.base_scheduler import SteppedScheduler
-from camshaft.handlers.utils import check_callable, check_type
 
 
 class BatchSizeScheduler(SteppedScheduler):

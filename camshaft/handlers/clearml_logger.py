@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
+from camshaft.arguments import check_type, load_optional
 from camshaft.distributed import broadcast, get_rank
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path, Silence, answers
 from camshaft.handlers.checkpoint import DiskSaver
-from camshaft.handlers.utils import check_type, global_step_from_engine, load_optional
+from camshaft.handlers.steps import global_step_from_engine
 from camshaft.types import PathLike
 
 __all__ = [

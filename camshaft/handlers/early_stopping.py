@@ -9,13 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from camshaft.arguments import check_choice, check_takes, check_type, integer, number, scalar
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.distributed import get_rank
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, events_in
-from camshaft.errors import check_takes
 from camshaft.handlers.stopping import StopTogether
-from camshaft.handlers.utils import check_choice, check_engine, check_type, integer, number, scalar
 
 __all__ = ["EarlyStopping"]
 

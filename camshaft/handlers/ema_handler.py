@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from camshaft.arguments import check_choice, check_type, integer, number
 from camshaft.base import Serializable
 from camshaft.dtensors import is_dtensor, local, outermost_sharded, reshard
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events
+from camshaft.engine.state import check_is_no_counter
 from camshaft.handlers.checkpoint.state import load_state, state_of, unwrap
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
-from camshaft.handlers.utils import check_choice, check_engine, check_is_no_counter, check_type, integer, number
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
 

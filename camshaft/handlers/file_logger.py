@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from camshaft.files import write_atomically
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.steps import global_step_from_engine
 from camshaft.types import PathLike
 
 __all__ = [

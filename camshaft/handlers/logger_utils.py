@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from camshaft.engine.engine import Engine
+from camshaft.arguments import check_type, described
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
-from camshaft.errors import described
 from camshaft.handlers.base_logger import BaseLogger, has_groups
 from camshaft.handlers.clearml_logger import ClearMLLogger
 from camshaft.handlers.file_logger import CSVLogger, JSONLinesLogger
 from camshaft.handlers.mlflow_logger import MLflowLogger
+from camshaft.handlers.steps import global_step_from_engine
 from camshaft.handlers.tensorboard_logger import TensorboardLogger
-from camshaft.handlers.utils import check_engine, check_type, global_step_from_engine
 from camshaft.handlers.wandb_logger import WandBLogger
 from camshaft.types import PathLike
 

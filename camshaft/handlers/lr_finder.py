@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from camshaft.arguments import check_callable, check_choice, check_type, integer, load_optional, number, scalar
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.dispatch import Invocation, Registration
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, Order
-from camshaft.handlers import utils
 from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
 from camshaft.text import counted
@@ -107,15 +107,15 @@ class FastaiLRFinder:
             ValueError: a number is out of range, or there is no optimizer.
             RuntimeError: the trainer is in the middle of a run.
         """
-        utils.check_engine("trainer", trainer)
+        check_engine("trainer", trainer)
         _check_objects(to_save)
-        utils.check_callable("output_transform", output_transform)
+        check_callable("output_transform", output_transform)
         if num_iter is not None:
-            utils.integer("num_iter", num_iter, least=1)
-        utils.check_choice("step_mode", step_mode, ("exp", "linear"))
-        utils.number("smooth_f", smooth_f, least=0, below=1)
+            integer("num_iter", num_iter, least=1)
+        check_choice("step_mode", step_mode, ("exp", "linear"))
+        number("smooth_f", smooth_f, least=0, below=1)
         if diverge_th != math.inf:
-            utils.number("diverge_th", diverge_th, least=1)
+            number("diverge_th", diverge_th, least=1)
         bounds = _bounds(to_save["optimizer"].param_groups, start_lr, end_lr, step_mode == "exp")
         count, done, diverged = 0, 0, False
 
@@ -144,7 +144,7 @@ class FastaiLRFinder:
 
         def record(engine: Engine[Any, Any]) -> None:
             nonlocal done, diverged
-            loss = float(utils.scalar("output_transform", output_transform(engine.state.output)))
+            loss = float(scalar("output_transform", output_transform(engine.state.output)))
             if get_world_size() > 1:
                 loss = all_reduce(loss) / get_world_size()
             if self._losses and smooth_f:
@@ -242,10 +242,10 @@ class FastaiLRFinder:
             ValueError: ``skip_start`` or ``skip_end`` is negative.
             ModuleNotFoundError: matplotlib is not installed.
         """
-        pyplot = utils.load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
+        pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
         self._check_has_losses()
-        utils.integer("skip_start", skip_start, least=0)
-        utils.integer("skip_end", skip_end, least=0)
+        integer("skip_start", skip_start, least=0)
+        integer("skip_end", skip_end, least=0)
         suggestion = self._steepest() if display_suggestion else None
         if ax is None:
             _, ax = pyplot.subplots(**kwargs)
@@ -306,21 +306,21 @@ def _bounds(groups: list[Any], start_lr: Any, end_lr: Any, is_factor: bool) -> l
 def _one_per_group(name: str, value: Any, count: int) -> list[float]:
     """Return one rate for each parameter group, given a number or a list of numbers."""
     if not isinstance(value, list):
-        return [utils.number(name, value)] * count
-    rates = [utils.number(name, one) for one in value]
+        return [number(name, value)] * count
+    rates = [number(name, one) for one in value]
     if len(rates) != count:
         raise ValueError(f"{name} must hold one rate for each of {count} parameter groups, got {rates}")
     return rates
 
 
 def _check_objects(to_save: Any) -> None:
-    utils.check_type("to_save", to_save, Mapping, "a mapping")
+    check_type("to_save", to_save, Mapping, "a mapping")
     for name, one in to_save.items():
         if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(f"to_save[{name!r}] must have state_dict() and load_state_dict(), got {one!r}")
     if "optimizer" not in to_save:
         raise ValueError(f"to_save must hold 'optimizer', whose rate is searched, got {list(to_save)}")
-    utils.check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
+    check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.arguments import check_callable, identity, number, scalar
 from camshaft.base import Serializable
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, Order
 from camshaft.engine.metrics import AttachedMetrics, attach_metrics
 from camshaft.engine.state import LazyNumber, Results, check_has_output, peek
-from camshaft.handlers.utils import check_callable, check_engine, identity, number, scalar
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 

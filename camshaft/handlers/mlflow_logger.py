@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from camshaft.arguments import load_optional
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path, Silence, answers
-from camshaft.handlers.utils import global_step_from_engine, load_optional
+from camshaft.handlers.steps import global_step_from_engine
 
 __all__ = ["MLflowLogger", "OptimizerParamsHandler", "OutputHandler", "global_step_from_engine"]
 

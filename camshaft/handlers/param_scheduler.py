@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler as native
 
+from camshaft.arguments import check_sequence, check_text, check_type, described, integer, number
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.errors import described
+from camshaft.engine.state import missing_metric
 from camshaft.handlers.base_scheduler import (
     BaseParamScheduler,
     SteppedScheduler,
+    check_entries,
     interpolate,
     no_step_warnings,
     rows_of,
@@ -29,15 +31,6 @@ from camshaft.handlers.base_scheduler import (
     whole,
 )
 from camshaft.handlers.batch_size_scheduler import BatchSizeScheduler
-from camshaft.handlers.utils import (
-    check_entries,
-    check_sequence,
-    check_text,
-    check_type,
-    integer,
-    missing_metric,
-    number,
-)
 from camshaft.text import counted
 
 __all__ = [

@@ -22,15 +22,14 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from camshaft.arguments import check_type, integer
 from camshaft.distributed import barrier, get_rank
 from camshaft.distributed.environments import slurm_job
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
-from camshaft.errors import check_type
 from camshaft.handlers.checkpoint.handler import Checkpoint
 from camshaft.handlers.checkpoint.state import walk
 from camshaft.handlers.stopping import StopTogether
-from camshaft.handlers.utils import check_engine, integer
 
 __all__ = ["Preemption"]
 

@@ -12,10 +12,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from camshaft.engine.engine import Engine
+from camshaft.arguments import check_sequence, number
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
+from camshaft.engine.state import check_is_no_counter
 from camshaft.handlers.base_scheduler import BaseParamScheduler, interpolate, split_milestones, whole
-from camshaft.handlers.utils import check_engine, check_is_no_counter, check_sequence, number
 
 __all__ = [
     "ExpStateScheduler",

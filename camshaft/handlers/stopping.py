@@ -9,10 +9,9 @@ from typing import Any
 
 from camshaft.distributed.agreement.stop import CommonStop, common_stop
 from camshaft.distributed.ranks import get_world_size
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.errors import line_of_caller
-from camshaft.handlers.utils import check_engine
 
 __all__ = ["stop_together"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from camshaft.engine.engine import Engine
+from camshaft.arguments import check_callable, check_text, identity
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
-from camshaft.engine.state import LazyNumber, fetch, peek
-from camshaft.handlers.utils import check_callable, check_engine, check_is_no_counter, check_text, identity
+from camshaft.engine.state import LazyNumber, check_is_no_counter, fetch, peek
 
 __all__ = ["EpochOutputStore"]
 

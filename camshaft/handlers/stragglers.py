@@ -11,11 +11,11 @@ from typing import Any
 
 from camshaft import activity
 from camshaft.activity import OwnClock
+from camshaft.arguments import integer, number
 from camshaft.distributed.failures import Watcher
 from camshaft.distributed.job import current
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, Order
-from camshaft.handlers.utils import check_engine, integer, number
 
 __all__ = ["Stragglers"]
 

@@ -11,11 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path as FilePath
 from typing import Any
 
+from camshaft.arguments import load_optional
 from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events
+from camshaft.engine.progress import num_epochs
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path, Silence
-from camshaft.handlers.utils import global_step_from_engine, load_optional, num_epochs
+from camshaft.handlers.steps import global_step_from_engine
 
 __all__ = [
     "GradsHistHandler",

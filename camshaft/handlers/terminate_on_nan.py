@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.arguments import check_callable
 from camshaft.dtensors import local
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import level_of_caller
 from camshaft.handlers.stopping import StopTogether
-from camshaft.handlers.utils import check_callable, check_engine
 
 __all__ = ["TerminateOnNan"]
 

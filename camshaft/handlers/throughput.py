@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.arguments import integer, number
 from camshaft.distributed import all_reduce, device, get_data_parallel_size, get_world_size
-from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle
-from camshaft.handlers.utils import check_engine, integer, joined, number
+from camshaft.engine.engine import Engine, check_engine
+from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, joined
 
 __all__ = ["Throughput"]
 

@@ -7,9 +7,9 @@ import math
 from time import monotonic
 from typing import Any
 
+from camshaft.arguments import number
 from camshaft.engine.engine import Engine
 from camshaft.handlers.stopping import StopTogether
-from camshaft.handlers.utils import number
 
 __all__ = ["TimeLimit"]
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from camshaft.engine.dispatch import Invocation, Registration, name_of
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
-from camshaft.handlers.utils import check_engine
 from camshaft.text import Look, aligned
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]

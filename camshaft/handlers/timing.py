@@ -5,9 +5,8 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.handlers.utils import check_engine
 
 __all__ = ["Timer"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.profiler import profile, schedule
 
+from camshaft.arguments import check_callable, integer
 from camshaft.distributed import get_rank
-from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
-from camshaft.handlers.utils import check_callable, check_engine, integer, joined
+from camshaft.engine.engine import Engine, check_engine
+from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle, joined
 
 __all__ = ["TorchProfiler"]
 

@@ -11,11 +11,13 @@ from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, translated
+from camshaft.arguments import load_optional
+from camshaft.engine.engine import Engine, check_engine
+from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, joined, translated
+from camshaft.engine.progress import num_epochs
 from camshaft.engine.state import State
 from camshaft.handlers.base_logger import BaseLogger, BaseOutputHandler
-from camshaft.handlers.utils import check_engine, global_step_from_engine, joined, load_optional, num_epochs
+from camshaft.handlers.steps import global_step_from_engine
 from camshaft.text import Look
 
 __all__ = ["ProgressBar", "global_step_from_engine"]

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from camshaft.arguments import load_optional
 from camshaft.engine.engine import Engine
 from camshaft.handlers.base_logger import BaseOptimizerParamsHandler, BaseOutputHandler, Path, ServiceLogger, Silence
-from camshaft.handlers.utils import global_step_from_engine, load_optional
+from camshaft.handlers.steps import global_step_from_engine
 
 __all__ = ["OptimizerParamsHandler", "OutputHandler", "WandBLogger", "global_step_from_engine"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from camshaft.arguments import check_callable, check_type, described, integer
 from camshaft.distributed import device as current_device
 from camshaft.distributed import get_world_size
 from camshaft.engine.data import samplers_of
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
-from camshaft.errors import described
 from camshaft.handlers.base_logger import BaseLogger
 from camshaft.handlers.checkpoint import Checkpoint, DiskSaver
 from camshaft.handlers.early_stopping import EarlyStopping
@@ -29,9 +29,9 @@ from camshaft.handlers.logger_utils import (
     setup_wandb_logging,
 )
 from camshaft.handlers.metrics import RunningAverage
+from camshaft.handlers.steps import global_step_from_engine
 from camshaft.handlers.terminate_on_nan import TerminateOnNan
 from camshaft.handlers.tqdm_logger import ProgressBar
-from camshaft.handlers.utils import check_callable, check_engine, check_type, global_step_from_engine, integer
 from camshaft.handlers.wandb_logger import WandBLogger
 from camshaft.types import PathLike
 

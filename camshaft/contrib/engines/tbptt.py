@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn, optim, stack
 
+from camshaft.arguments import check_is_no_class, integer
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventEnum
 from camshaft.engine.step import Mode, PrepareBatch, loss_value, prepare_batch, scaled_to_all_ranks
-from camshaft.errors import check_is_no_class
-from camshaft.handlers.utils import integer
 from camshaft.tree import apply_to_tensor
 from camshaft.types import DeviceLike
 

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft import activity
+from camshaft.arguments import check_type
 from camshaft.distributed.backends.contract import Backend, Group, check_known
 from camshaft.distributed.collectives.values import check_dense
 from camshaft.distributed.failures import OUR_OWN, debug, translate
 from camshaft.distributed.failures.alone import alone, check_all_present
-from camshaft.errors import RankDivergenceError, annotate, check_type
+from camshaft.errors import RankDivergenceError, annotate
 from camshaft.text import counted, shortened_ranks
 
 _SEQUENCES = (list, tuple, range)

@@ -10,13 +10,13 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from camshaft.arguments import check_takes
 from camshaft.distributed.backends.registry import available_backends, choose
 from camshaft.distributed.environments import detect
 from camshaft.distributed.failures import publish
 from camshaft.distributed.job import abandon, current, finalize, initialize
 from camshaft.distributed.launch.spawn import check_nodes, check_not_launched, check_options, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
-from camshaft.errors import check_takes
 from camshaft.text import counted
 
 __all__ = ["Parallel"]

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
+from camshaft.arguments import check_takes, check_type
 from camshaft.distributed import cores, environments, failures
 from camshaft.distributed.backends.contract import Backend, check_known
 from camshaft.distributed.backends.registry import module_of
@@ -30,7 +31,6 @@ from camshaft.distributed.job import ExceptHook, abandon
 from camshaft.distributed.launch import work
 from camshaft.distributed.launch.commands import spawn_horovod, spawn_mpi
 from camshaft.distributed.topology import Launch, Topology
-from camshaft.errors import check_takes, check_type
 
 _LAUNCHERS = {
     "openmpi": "mpirun",

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from camshaft.arguments import check_type, described
 from camshaft.distributed.backends.contract import Backend, check_ddp_options
 from camshaft.distributed.job import current
 from camshaft.distributed.models.layout import (
@@ -22,7 +23,6 @@ from camshaft.distributed.models.layout import (
 from camshaft.distributed.models.mesh import use_mesh
 from camshaft.distributed.models.replicas import register
 from camshaft.dtensors import is_wrapped
-from camshaft.errors import check_type, described
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

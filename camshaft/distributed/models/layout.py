@@ -12,11 +12,11 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from camshaft.arguments import described
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.call import enter
 from camshaft.distributed.models.mesh import size_of
 from camshaft.dtensors import any_dtensor
-from camshaft.errors import described
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

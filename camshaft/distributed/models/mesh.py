@@ -7,11 +7,11 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from camshaft.arguments import check_type
 from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.collectives.call import enter
 from camshaft.distributed.environments import detect
 from camshaft.distributed.job import current, data_place
-from camshaft.errors import check_type
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,13 +14,14 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from camshaft.arguments import check_callable, check_is_no_class, check_text, check_type, described
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank
 from camshaft.distributed.models.replicas import compare_saved
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
-from camshaft.engine.state import LazyNumber
-from camshaft.errors import check_is_no_class, check_type, described, level_of_caller
+from camshaft.engine.state import LazyNumber, missing_metric
+from camshaft.errors import level_of_caller
 from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
 from camshaft.handlers.checkpoint.loading import load_objects, resume, resume_newest
 from camshaft.handlers.checkpoint.retention import Item, in_order, retained
@@ -44,7 +45,6 @@ from camshaft.handlers.checkpoint.state import (
     take_state,
     walk,
 )
-from camshaft.handlers.utils import check_callable, check_text, missing_metric
 from camshaft.text import counted
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from camshaft.arguments import described
 from camshaft.distributed import (
     all_gather,
     broadcast,
@@ -27,7 +28,7 @@ from camshaft.distributed import (
     hostname,
 )
 from camshaft.engine.engine import Engine
-from camshaft.errors import DamagedCheckpointError, annotate, described, level_of_caller
+from camshaft.errors import DamagedCheckpointError, annotate, level_of_caller
 from camshaft.handlers.checkpoint.savers import (
     FOLDER,
     MISSING,

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from camshaft.arguments import check_is_no_class, check_type, described
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.dtensors import any_dtensor, is_dtensor
-from camshaft.errors import check_is_no_class, described
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
-from camshaft.handlers.utils import check_type
 from camshaft.text import counted
 
 _RANKS = "ranks"  # the key of the state of an engine that holds what is different on each rank
