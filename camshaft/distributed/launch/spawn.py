@@ -40,8 +40,6 @@ _LAUNCHERS = {
     "horovodrun": "horovodrun",
 }
 
-_COLLECTING = 1.0  # seconds, at most, from the end of a process until its exit code is known
-
 # With join=False, processes and their store outlive the last reference that the caller holds.
 _running: set[Processes] = set()
 
@@ -399,7 +397,7 @@ class Processes:
             has_sentinel = watched == process.sentinel  # which a child of the process may hold
             if watched in ready or (has_sentinel and process.exitcode is not None):
                 del self._alive[watched]
-                process.join(_COLLECTING)  # which finds no exit code where SIGCHLD is ignored
+                process.join()  # a fork server may be slow to report the exit code
                 if not has_sentinel:
                     os.close(watched)
 

@@ -16,10 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import weakref
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,12 +178,8 @@ def hang_until_the_other_fails(local_rank, folder):
 
 @pytest.fixture
 def patience(monkeypatch):
-    """Wait until all processes have reported how they failed, and a fork server its exit codes.
-
-    It is for processes that end by themselves.
-    """
+    """Wait until all processes, which end by themselves, have reported how they failed."""
     monkeypatch.setattr(work, "GRACE", HANG)
-    monkeypatch.setattr(launch, "_COLLECTING", HANG)
 
 
 # --- what they find ----------------------------------------------------------------------------------------------
@@ -298,15 +296,33 @@ def leave_a_child_behind(local_rank, folder):
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch, method):
-    if method == "forkserver":  # which knows the exit code once the server has told it
-        monkeypatch.setattr(launch, "_COLLECTING", HANG)
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, method):
     try:
         with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
             idist.spawn("gloo", leave_a_child_behind, (str(tmp_path),), start_method=method)
         assert len(processes_in(tmp_path)) == 1
     finally:
         end_all_in(tmp_path)
+
+
+def exit_once_told(local_rank, folder):
+    wait_until(Path(folder, "told").exists)
+    os._exit(3)
+
+
+def test_a_slow_fork_server_hides_no_exit_code(tmp_path):
+    processes = start("gloo", exit_once_told, (str(tmp_path),), join=False)
+    server = forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    resume = threading.Timer(2.0, os.kill, (server, signal.SIGCONT))
+    try:
+        (tmp_path / "told").touch()
+        resume.start()
+        with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
+            processes.join()
+    finally:
+        os.kill(server, signal.SIGCONT)
+        resume.join()
 
 
 def ignore_the_ends_of_children(folder):
