@@ -366,7 +366,7 @@ def test_explainers_see_what_the_earlier_ones_returned():
 
 def raise_soon(engine, error):
     """Let another thread raise an error in an engine."""
-    thread = threading.Thread(target=engine._raise_soon, args=(error,))
+    thread = threading.Thread(target=engine.raise_soon, args=(error,))
     thread.start()
     thread.join()
 
@@ -496,10 +496,10 @@ def test_an_error_that_was_explained_as_this_one_is_not_raised_again():
 
 def test_nothing_happens_to_an_engine_that_does_not_run():
     engine = Engine(idle)
-    engine._raise_soon(Lost())
+    engine.raise_soon(Lost())
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), engine.interrupt)
     engine.run([1, 2], max_epochs=2)
-    engine._raise_soon(Lost())  # it is paused
+    engine.raise_soon(Lost())  # it is paused
     assert engine.run().iteration == 4
 
 
@@ -517,7 +517,7 @@ def test_a_long_run_in_another_thread_is_ended():
     thread.start()
     assert started.wait(HANG)
     other = Engine(lambda engine, batch: time.sleep(0))
-    other.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: engine._raise_soon(Lost()))
+    other.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: engine.raise_soon(Lost()))
     other.run(range(5))
     thread.join(HANG)
     assert len(caught) == 1

@@ -136,6 +136,18 @@ class Import:
     for_types: bool  # under `if TYPE_CHECKING:`
 
 
+def test_only_the_engine_uses_what_is_private_to_it() -> None:
+    uses = re.compile(r"\b(?:engine|trainer|evaluator)\._[a-z]")
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in (ROOT / "camshaft").rglob("*.py")
+        if file.parent.name != "engine"
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if uses.search(line)
+    ]
+    assert not found, found
+
+
 def fits(module: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in patterns)
 

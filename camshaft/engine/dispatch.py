@@ -7,6 +7,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -21,6 +22,7 @@ from camshaft.engine.events import (
     Events,
     FailureEvents,
     HandlerEvents,
+    Order,
     events_in,
     meant,
     translated,
@@ -220,10 +222,12 @@ class Plan:
         self._counts_once = event in _FETCHES
         self.replan()
 
-    def add(self, registration: Registration) -> None:
-        """Insert a registration after those with the same or a smaller order."""
-        self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
-        self._newest = registration.serial
+    def add(self, *registrations: Registration) -> None:
+        """Insert registrations; those of the same order run as they were made."""
+        self.registrations = tuple(
+            sorted((*self.registrations, *registrations), key=lambda one: (one.order, one.serial))
+        )
+        self._newest = max((one.serial for one in self.registrations), default=0)
         self.replan()
 
     def remove(self, unwanted: Callable[[Registration], bool]) -> None:
@@ -425,6 +429,18 @@ class Dispatcher:
         """Remove a wrapper."""
         self._wrappers.remove(wrapper)
         self._rewrap()
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Set aside the handlers that are registered now, except those that complete a step."""
+        aside = {plan: [one for one in plan.registrations if one.order != Order.STEP] for plan in self.plans.values()}
+        for plan, registrations in aside.items():
+            plan.remove(registrations.__contains__)
+        try:
+            yield
+        finally:
+            for plan, registrations in aside.items():
+                plan.add(*registrations)
 
     def _rewrap(self) -> None:
         for plan in self.plans.values():

@@ -14,7 +14,7 @@ from camshaft import activity
 from camshaft.arguments import check_takes, check_type
 from camshaft.base import Serializable
 from camshaft.engine.data import DataIterator, can_start_anywhere, has_own_state, length_of, seek_with_new_length
-from camshaft.engine.dispatch import Dispatcher
+from camshaft.engine.dispatch import Dispatcher, Registration, Wrapper
 from camshaft.engine.events import (
     CallableEventWithFilter,
     EventEnum,
@@ -308,18 +308,20 @@ class Engine(Serializable, Generic[Batch, Output]):
     should_terminate_single_epoch = StopFlag(Stop.EPOCH, "skip_epoch_completed")
     should_interrupt = StopFlag(Stop.PAUSE)
 
-    def terminate(self, skip_completed: bool = False) -> None:
+    def terminate(self, skip_completed: bool = False, *, on_all_ranks: bool = False) -> None:
         """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless it is skipped.
 
         This method can be registered as a handler; an engine in place of ``skip_completed`` is ignored.
+
+        Args:
+            skip_completed: whether to skip ``COMPLETED``.
+            on_all_ranks: whether all ranks call this after the same event, so that none waits for another one. To make
+                them do so, see :func:`.stop_together`.
         """
         self.logger.info("Terminate signaled. Engine will stop after the current event is finished.")
         self.should_terminate = "skip_completed" if skip_completed is True else True
-
-    def _terminate_together(self) -> None:
-        """Terminate a run that the engines of all ranks terminate after the same event."""
-        self.terminate()
-        self._terminated_by = activity.TOGETHER
+        if on_all_ranks:
+            self._terminated_by = activity.TOGETHER
 
     def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
         """End the epoch after the current event: ``TERMINATE_SINGLE_EPOCH`` fires, then ``EPOCH_COMPLETED``."""
@@ -375,7 +377,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> engine.run([1, 2, 3], max_epochs=5).iteration
         15
         """
-        if self._run is not None and self._run.is_active:
+        if self.is_running:
             raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
         state = self.state
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
@@ -530,7 +532,7 @@ class Engine(Serializable, Generic[Batch, Output]):
                 self._keep(run.final_progress())
                 self._run = None
 
-    def _raise_soon(self, error: BaseException) -> None:
+    def raise_soon(self, error: BaseException) -> None:
         """Raise an error in the thread of this engine, as if a handler of the current event had raised it.
 
         It is raised in the innermost engine that runs there, after the event that is current there. For other threads;
@@ -541,7 +543,7 @@ class Engine(Serializable, Generic[Batch, Output]):
                 activity.in_thread(self.run_thread)[-1]._stops[Stop.ERROR] = error
 
     def _pass_on_error(self, other: Engine[Any, Any] | None) -> None:
-        """Move the error that :meth:`_raise_soon` left here to another engine, which raises it."""
+        """Move the error that :meth:`raise_soon` left here to another engine, which raises it."""
         error = self._stops.pop(Stop.ERROR, None)
         if error is not None and other is not None:
             other._stops[Stop.ERROR] = error
@@ -574,6 +576,61 @@ class Engine(Serializable, Generic[Batch, Output]):
             state.max_epochs = self._inferred["max_epochs"] = derived_max_epochs(state)
 
     # --- what a step or a handler may ask for --------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether ``run`` is being executed, in any thread; a paused run is not."""
+        return self._run is not None and self._run.is_active
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the run was interrupted, and the next call of ``run`` continues it."""
+        return self._run is not None and not self._run.is_active
+
+    @property
+    def resumed_at(self) -> int | None:
+        """Number of iterations completed before the present run, ``None`` if that is a new one."""
+        progress = self._progress
+        return progress.iteration if progress.iteration or progress.origin in (Origin.LOADED, Origin.FAILED) else None
+
+    def surround(self, context: Callable[[Engine[Batch, Output]], AbstractContextManager[object]]) -> None:
+        """Enter ``context(engine)`` in each call of ``run``, before its first event, and exit it after its last.
+
+        >>> from contextlib import contextmanager
+        >>> @contextmanager
+        ... def announced(engine: Engine[int, int]) -> Iterator[None]:
+        ...     print("running")
+        ...     yield
+        ...     print("done")
+        >>> engine = Engine(lambda engine, batch: batch)
+        >>> engine.surround(announced)
+        >>> _ = engine.run([1, 2, 3])
+        running
+        done
+        """
+        self._surroundings.append(context)
+
+    def registrations(self) -> Iterator[Registration]:
+        """Yield the registrations of handlers, by event and in the order of calls."""
+        for plan in self._dispatcher.plans.values():
+            yield from plan.registrations
+
+    def wrap(self, wrapper: Wrapper) -> None:
+        """Wrap the calls of all handlers, also of those registered later.
+
+        Args:
+            wrapper: called with the event, the registration, and the function that calls the handler with the engine;
+                returns a function to call instead.
+        """
+        self._dispatcher.wrap(wrapper)
+
+    def unwrap(self, wrapper: Wrapper) -> None:
+        """Remove a wrapper of :meth:`wrap`."""
+        self._dispatcher.unwrap(wrapper)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Return a context manager that sets aside the handlers registered now, except those that complete a step."""
+        return self._dispatcher.silenced()
 
     @property
     def iteration_in_epoch(self) -> int:

@@ -140,16 +140,14 @@ class BaseParamScheduler(Serializable, ABC):
         """Return whether a resumed run continues an epoch, or after an error repeats an iteration, of its last call."""
         event = engine.last_event_name
         if event is _ITERATION_STARTED or event is _ITERATION_COMPLETED:
-            return self._last_iteration == engine._state.iteration and repeats_iteration(engine)
+            return self._last_iteration == engine.state.iteration and repeats_iteration(engine)
         return event is _EPOCH_STARTED and self.event_index > 0 and resumes_epoch(engine)
 
     def _remember_call(self, engine: Engine[Any, Any]) -> None:
         """Remember the iteration of a call."""
-        try:
-            self._last_iteration = engine._state.iteration
-        except AttributeError:  # a check of each engine would take as long as all of this
+        if self._last_iteration is None:  # a check in each call would take as long as all of this
             check_engine("engine", engine)
-            raise
+        self._last_iteration = engine.state.iteration
 
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
         """Append an entry to the history."""

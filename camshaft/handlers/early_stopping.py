@@ -198,7 +198,7 @@ class EarlyStopping(Serializable, ResettableHandler):
                     "without improvement); to train on, call reset() after loading",
                     self.counter,
                 )
-            engine._terminate_together()  # on each rank, since all have loaded the same counter
+            engine.terminate(on_all_ranks=True)  # on each rank, since all have loaded the same counter
 
     def _reset_if_new(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0 or engine.last_event_name != Events.STARTED:

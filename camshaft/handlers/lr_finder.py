@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from camshaft.arguments import check_callable, check_choice, check_type, integer, load_optional, number, scalar
 from camshaft.distributed import all_reduce, get_world_size
-from camshaft.engine.dispatch import Invocation, Registration
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, Order
 from camshaft.handlers.param_scheduler import plain, write
@@ -161,21 +160,21 @@ class FastaiLRFinder:
                 self.logger.info(
                     "The loss diverged after %s; stopping the search", counted(len(self._rates), "iteration")
                 )
-                engine._terminate_together()
+                engine.terminate(on_all_ranks=True)
 
         def complete() -> None:
             if not diverged and diverge_th != math.inf:
                 text = "the search ended before the loss diverged: a larger end_lr or num_iter may show more"
                 warnings.warn(text, stacklevel=2)
 
-        if trainer._run is not None:
+        if trainer.is_running or trainer.is_paused:
             raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
         with ExitStack() as stack:  # restores in reverse order, and all of it whatever fails
             _restore_engine_later(stack, trainer)
             _restore_later(stack, to_save.values(), _reached(_parts_of(trainer, run_handlers), trainer))
             stack.enter_context(preserved_random_state())
             if not run_handlers:
-                stack.enter_context(_silenced(trainer))
+                stack.enter_context(trainer.silenced())
             for event, handler, order in (
                 (Events.STARTED, start, Order.LAST),
                 (Events.ITERATION_STARTED, set_rates, Order.LAST),  # after schedulers, whose rates it replaces
@@ -323,27 +322,6 @@ def _check_objects(to_save: Any) -> None:
     check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
 
 
-@contextmanager
-def _silenced(engine: Engine[Any, Any]) -> Iterator[None]:
-    """Do not call the handlers that are attached now, except those that are a part of the step."""
-    newest = max((one.serial for one in _registrations(engine)), default=0)
-
-    def silence(event: Any, registration: Registration, call: Invocation) -> Invocation:
-        if registration.serial > newest or registration.order == Order.STEP:
-            return call
-        return reraise if event is Events.EXCEPTION_RAISED else lambda engine: None
-
-    def reraise(engine: Engine[Any, Any]) -> None:
-        (error,) = engine._dispatcher.plans[Events.EXCEPTION_RAISED].extra
-        raise error  # as if there was no handler
-
-    engine._dispatcher.wrap(silence)
-    try:
-        yield
-    finally:
-        engine._dispatcher.unwrap(silence)
-
-
 # --- what a search changes -------------------------------------------------------------------------------------------
 
 
@@ -355,7 +333,7 @@ def _restore_later(stack: ExitStack, given: Collection[Any], found: Iterable[Any
         if isinstance(one, torch.Generator):
             stack.callback(one.set_state, one.get_state())
         elif isinstance(one, Engine):
-            if one._run is None:  # else it runs this search
+            if not (one.is_running or one.is_paused):  # else it runs this search
                 _restore_engine_later(stack, one)
         else:
             with _warning_unless(is_given, one):
@@ -440,7 +418,7 @@ def _parts_of(value: Any, with_handlers: bool = True) -> list[Any]:
     if isinstance(value, nn.Module):  # its state is that of its parts
         return [one for name, one in attributes.items() if name not in ("_modules", "_parameters", "_buffers")]
     if isinstance(value, Engine):
-        handlers = [one.invoke for one in _registrations(value)] if with_handlers else []
+        handlers = [one.invoke for one in value.registrations()] if with_handlers else []
         attributes = {**attributes, **vars(value.state)}
         return [*handlers, *(one for name, one in attributes.items() if name not in _NOT_OF_THE_STEP)]
     return list(attributes.values())
@@ -452,8 +430,3 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
-
-
-def _registrations(engine: Engine[Any, Any]) -> Iterator[Registration]:
-    for plan in engine._dispatcher.plans.values():
-        yield from plan.registrations

@@ -127,7 +127,7 @@ class Preemption:
         if self.requeue and slurm_job(os.environ) is None:
             warnings.warn("requeue=True has no effect: this is not a job of Slurm", stacklevel=2)
         self._is_attached = True
-        trainer._surroundings.append(self._handling)
+        trainer.surround(self._handling)
         self._together.surround(trainer)
         trainer.add_event_handler(Events.TERMINATE | Events.COMPLETED, self._save)
 

@@ -90,7 +90,7 @@ class StateParamScheduler(BaseParamScheduler):
             self.event_index += 1
             self._remember_call(engine)
         value = self.get_param()
-        setattr(engine._state, self.param_name, value)  # the property takes as long as all of this
+        setattr(engine.state, self.param_name, value)
         if is_new and self.save_history:
             self._record(engine, self.param_name, value)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, translated
-from camshaft.engine.progress import Origin
 
 __all__ = ["global_step_from_engine"]
 
@@ -64,6 +63,5 @@ def resumes_epoch(engine: Engine[Any, Any]) -> bool:
 
 def repeats_iteration(engine: Engine[Any, Any]) -> bool:
     """Return whether a run resumed, from a loaded state or after an error, in the present iteration."""
-    progress = engine._progress
-    is_resumed = progress.origin in (Origin.LOADED, Origin.FAILED)
-    return is_resumed and engine._state.iteration == progress.iteration + 1
+    completed = engine.resumed_at
+    return completed is not None and engine.state.iteration == completed + 1

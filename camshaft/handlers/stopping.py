@@ -47,7 +47,7 @@ def stop_together(engine: Engine[Any, Any]) -> Callable[[], None]:
     stopping.surround(engine)
 
     def stop() -> None:
-        if engine._run is None or not engine._run.is_active:
+        if not engine.is_running:
             raise RuntimeError("stop was called while the engine is not running: call it in a step or a handler")
         stopping.request()
 
@@ -91,14 +91,14 @@ class StopTogether:
         """Terminate the run; in a single process, after the current event."""
         self.watch(engine)
         if self._common is None:
-            engine._terminate_together()
+            engine.terminate(on_all_ranks=True)
         else:
             self._common.want()
 
     def surround(self, engine: Engine[Any, Any]) -> None:
         """Watch all calls of ``run`` from now on, so that :meth:`request` works at any time."""
         check_engine("engine", engine)
-        engine._surroundings.append(self._watching)
+        engine.surround(self._watching)
 
     def request(self, reason: int = 1) -> None:
         """Terminate the run after the current iteration; only sets a flag, also in signal handlers and threads."""
@@ -146,7 +146,7 @@ class StopTogether:
             common.want(self._requested)
         if not common.may_begin(engine.state.iteration + 1):
             self.event = engine.last_event_name
-            engine._terminate_together()
+            engine.terminate(on_all_ranks=True)
 
     def _leave(self) -> None:
         for handle in self._handles:

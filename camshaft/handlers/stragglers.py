@@ -91,7 +91,7 @@ class Stragglers:
         if self._is_attached:
             raise RuntimeError("this Stragglers is already attached: create another one")
         self._is_attached = True
-        engine._surroundings.append(self._measuring)
+        engine.surround(self._measuring)
 
     @contextmanager
     def _measuring(self, engine: Engine[Any, Any]) -> Iterator[None]:

@@ -97,7 +97,7 @@ class _Profiler:
             raise ValueError(f"engine must be the one that is already measured, got {engine!r}: use another profiler")
         self._engine = weakref.ref(engine)
         self._handles = [engine.add_event_handler(event, hook, order=order) for event, hook, order in self._hooks()]
-        engine._dispatcher.wrap(self._timed)
+        engine.wrap(self._timed)
 
     def detach(self) -> None:
         """Stop measuring; the results are kept."""
@@ -105,7 +105,7 @@ class _Profiler:
             handle.remove()
         engine = self._engine()
         if engine is not None:
-            engine._dispatcher.unwrap(self._timed)
+            engine.unwrap(self._timed)
         self._engine, self._handles = lambda: None, []
 
     def _hooks(self) -> Iterator[Hook]:
@@ -132,17 +132,16 @@ class _Profiler:
         del self._epochs[:], self._iterations[:]
         self._started = None
         calls, self._calls = self._calls, {}
-        for plan in engine._dispatcher.plans.values():
-            for serial in (one.serial for one in plan.registrations if one.serial in calls):
-                self._calls[serial] = calls[serial]
-                del calls[serial].seconds[:]
+        for serial in (one.serial for one in engine.registrations() if one.serial in calls):
+            self._calls[serial] = calls[serial]
+            del calls[serial].seconds[:]
 
     def _begin(self, engine: Engine[Any, Any]) -> None:
         self._outside = 0.0
         self._started = perf_counter()
 
     def _begin_row(self, engine: Engine[Any, Any]) -> None:
-        state = engine._state  # the property takes as long as this
+        state = engine.state
         self._epochs.append(state.epoch)
         self._iterations.append(state.iteration)
         self._outside = 0.0

@@ -446,7 +446,7 @@ class Watcher(Resource):
             self._has_verdict.set()
             self._backend.release()
             for engine in tuple(activity.running):
-                engine._raise_soon(_error(final))
+                engine.raise_soon(_error(final))
         elif now - self._obeyed_at > _RAISING and not self._has_raised.is_set():
             self._has_raised.set()
             logger.error("%s", final["text"])

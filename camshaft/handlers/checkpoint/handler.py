@@ -555,7 +555,7 @@ class Checkpoint(Serializable):
             warnings.warn(text, stacklevel=level_of_caller())
             return
         engine, by_score = outermost_engine(), self.score_function is not None
-        is_from_0 = engine is not None and engine._progress.iteration == 0
+        is_from_0 = engine is not None and not engine.resumed_at
         files = [one.file for one in found if by_score or one.file != filename]
         if files and not ignores_files and (self.n_saved is not None if by_score else is_from_0):
             what = f"{counted(len(files), 'checkpoint')} of an earlier run, such as '{files[0]}'"
