@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from camshaft.arguments import check_type
-from camshaft.engine.data import DataIterator, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
+from camshaft.engine.progress import Progress
+from camshaft.engine.sources import Passes, Skipped, exact_batches, length_of
 from camshaft.engine.state import Batch, Output
 from camshaft.seeding import (
     capture_random_state,
@@ -112,29 +113,28 @@ def keep_random_state(func: Callable[P, T], *, devices: bool = False) -> Callabl
     return preserved_random_state(devices=devices)(func)
 
 
-class SeededDataIterator(DataIterator):
+class SeededPasses(Passes):
     """Passes that are seeded with ``state.seed`` and their number, so that a resumed run has the same batches."""
 
-    skips_forward = True
+    plain = Skipped
 
-    def open_first_pass(self) -> tuple[Iterator[Any], int]:
+    def open_first_pass(self, start: Progress) -> tuple[Iterator[Any], int]:
         """Open the first pass of the run, seeded, at the batch where the run resumes."""
-        assert self.start is not None, "the run has started"
-        position, state = self.start.position, self.engine.state
+        position, state = start.position, self.engine.state
         if position is not None and "state" in position:
-            return self._with_saved_random_state(*super().open_first_pass())
+            return self._with_saved_random_state(*super().open_first_pass(start))
         data = state.dataloader = _with_reproducible_batches(state.dataloader)
         exact, sampler = exact_batches(data), getattr(data, "batch_sampler", None)
         if exact is None:
             self._warn_if_epochs_drift(data)
-        number, skipped = self._find_pass(length_of(data))
+        number, skipped = self._find_pass(start, length_of(data))
         self._seed(number)
         if exact is not None:
             exact.set_epoch(number)
             if position is None:
                 of = {"of": exact.next_pass()} if hasattr(exact, "next_pass") else {}
                 position = exact.position(skipped, **of)
-            iterator, skipped = open_at(data, position)
+            iterator, skipped = self.present_source().open(position)
         elif isinstance(sampler, ReproducibleBatchSampler):
             sampler.start_iteration = skipped
             iterator = iter(data)
@@ -151,7 +151,7 @@ class SeededDataIterator(DataIterator):
         if isinstance(data, DataLoader) and data._iterator is not None:  # persistent workers draw no new seed
             torch.empty((), dtype=torch.int64).random_(generator=data.generator)
         sampler = getattr(data, "batch_sampler", None)
-        iterator: Iterator[Any] = iter(data)
+        iterator, _ = self.present_source().open()
         if isinstance(sampler, ReproducibleBatchSampler):
             sampler._draw()
         return iterator
@@ -163,17 +163,16 @@ class SeededDataIterator(DataIterator):
         state.rng_states = None
         return iterator, skipped
 
-    def _find_pass(self, length: int | None) -> tuple[int, int]:
+    def _find_pass(self, start: Progress, length: int | None) -> tuple[int, int]:
         """Return the number of the pass in which the run starts, and its batches that the run already had."""
-        assert self.start is not None, "called for the first pass"
-        position, state = self.start.position, self.engine.state
+        position, state = start.position, self.engine.state
         if position is not None and {"epoch", "batches"} <= set(position):
             batches: int = position["batches"]
             return (state.iteration - batches if length is None else position["epoch"]), batches
         if length is None:
             return 0, state.iteration
         if length == state.epoch_length:  # right also if epochs ended early
-            return self.start.epoch, self.start.done
+            return start.epoch, start.done
         return divmod(state.iteration, length)
 
     def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:
@@ -233,7 +232,7 @@ class DeterministicEngine(Engine[Batch, Output]):
     True
     """
 
-    _data_iterator = SeededDataIterator
+    _passes = SeededPasses
     _needs_data = True
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:

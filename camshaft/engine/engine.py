@@ -13,7 +13,6 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 from camshaft import activity
 from camshaft.arguments import check_takes, check_type
 from camshaft.base import Serializable
-from camshaft.engine.data import DataIterator, can_start_anywhere, has_own_state, length_of, seek_with_new_length
 from camshaft.engine.dispatch import Dispatcher, Registration, Wrapper
 from camshaft.engine.events import (
     CallableEventWithFilter,
@@ -24,17 +23,21 @@ from camshaft.engine.events import (
     RemovableEventHandle,
 )
 from camshaft.engine.loop import Run, Stop, StopFlag
-from camshaft.engine.progress import (
-    Origin,
-    Progress,
+from camshaft.engine.plan import (
     Request,
+    Start,
     check_iterable,
-    derived_max_epochs,
-    has_target,
-    positive,
-    read,
+    check_length,
+    epochs_of,
+    has_given_length,
+    plan,
+    resume,
+    start_anew,
+    target_after,
     target_of,
 )
+from camshaft.engine.progress import Origin, Progress, positive, read
+from camshaft.engine.sources import Passes, length_of, source_of
 from camshaft.engine.state import Batch, Output, State
 from camshaft.errors import level_of_caller
 
@@ -48,11 +51,6 @@ Plain = TypeVar("Plain", bound="Callable[[Engine[Any, Any]], object] | Callable[
 def outermost_engine() -> Engine[Any, Any] | None:
     """Return the engine of this thread that does not run in a handler of another one, or ``None`` if none runs."""
     return next(iter(activity.in_thread()), None)
-
-
-def _is_rest(data: Any, progress: Progress, length: int | None) -> bool:
-    """Return whether a sequence has the length of the rest of an epoch, as of batches that were left."""
-    return length is not None and not hasattr(data, "dataset") and length_of(data) == length - progress.done
 
 
 def _is_read(data: Any, state: State[Any, Any]) -> bool:
@@ -117,7 +115,7 @@ class Engine(Serializable, Generic[Batch, Output]):
     """
 
     interrupt_resume_enabled = True
-    _data_iterator: type[DataIterator] = DataIterator
+    _passes: type[Passes] = Passes
     _needs_data = False
     _state_dict_all_req_keys = ("epoch_length",)
     _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
@@ -381,22 +379,20 @@ class Engine(Serializable, Generic[Batch, Output]):
             raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
         state = self.state
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
-        if state.max_iters is None and state.max_epochs == self._inferred.get("max_epochs"):
-            state.max_epochs = None
-        request.check_target(state)
-        if self._run is not None and has_target(state):
-            request.resume(state, is_given=True)
+        target = target_after(state, request, self._inferred)
+        if self._run is not None and target != (None, None):
+            check_length(state, request)
+            state.max_epochs, state.max_iters = target
+            state.epoch_length = state.epoch_length or request.epoch_length
             if request.data is not None and not self._run.data.has_started:
                 state.dataloader = request.data
-            self._log_resuming()
+            self._log_resuming(state.epoch_length)
         else:
             if request.data is None and self._needs_data:
                 raise ValueError(f"data must be given to {type(self).__name__}, got None")
-            progress = self._progress_for(request.data)
-            if request.exceeds(progress, state):
-                self._resume(request, progress)
+            start = plan(state, self._progress_for(request.data), request, self._inferred)
             # A job that had finished was started again. What another engine runs, such as an evaluator, is not a job.
-            elif progress.origin is Origin.LOADED and has_target(state) and outermost_engine() is None:
+            if start is None and outermost_engine() is None:
                 warnings.warn(
                     f"nothing was run: the loaded state has reached its target of {target_of(state)}; pass a larger "
                     "target to continue, or set engine.state.max_epochs = engine.state.max_iters = None first to start "
@@ -404,8 +400,7 @@ class Engine(Serializable, Generic[Batch, Output]):
                     stacklevel=2,
                 )
                 return state
-            else:
-                self._begin(request)
+            self._start(start or start_anew(state, request, self._inferred))
         if state.max_iters is not None:
             self._inferred["max_epochs"] = state.max_epochs
         self._next_data = None
@@ -415,22 +410,32 @@ class Engine(Serializable, Generic[Batch, Output]):
             self._proceed()
         return state
 
-    def _begin(self, request: Request) -> None:
-        """Start a new run."""
-        self._had_batches, self._is_exhausted = self.state.iteration > 0, _is_read(request.data, self.state)
-        length = request.begin(self.state, self._inferred.get("epoch_length"))
-        self._inferred = {} if length is None else {"epoch_length": length}
-        self._short_runs = self._short_runs + 1 if self.state.max_epochs == 1 else 0
-        if self._short_runs > 1 and (never := self._dispatcher.never_due(self.state)):
-            self._short_runs = -sys.maxsize  # warn once
-            warnings.warn(
-                f"handlers of {never!r} never run: filters count the epochs of a run, and each run of this engine has "
-                "one; use an event of the engine that starts these runs, or a function as event_filter",
-                stacklevel=level_of_caller(),
-            )
+    def _start(self, start: Start) -> None:
+        """Start a run."""
+        state = self.state
+        if start.is_new:
+            self._had_batches, self._is_exhausted = state.iteration > 0, _is_read(start.data, state)
+            self._short_runs = self._short_runs + 1 if start.max_epochs == 1 else 0
+            if self._short_runs > 1 and (never := self._dispatcher.never_due(state)):
+                self._short_runs = -sys.maxsize  # warn once
+                warnings.warn(
+                    f"handlers of {never!r} never run: filters count the epochs of a run, and each run of this engine "
+                    "has one; use an event of the engine that starts these runs, or a function as event_filter",
+                    stacklevel=level_of_caller(),
+                )
+        if start.progress.lost:
+            warnings.warn(f"the run resumes after an error, which has lost {start.progress.lost}", stacklevel=3)
         self._discard_run()
-        self.logger.info("Engine run starting with %s", target_of(self.state))
-        self._start(request.data, Progress())
+        before, state.epoch_length = state.epoch_length, start.epoch_length
+        state.max_epochs, state.max_iters, self._inferred = start.max_epochs, start.max_iters, dict(start.inferred)
+        state.iteration, state.epoch, state.dataloader = start.progress.iteration, start.progress.epoch, start.data
+        if start.is_new:
+            self.logger.info("Engine run starting with %s", target_of(state))
+        else:
+            self._log_resuming(before)
+        self._stops.clear()
+        self._keep(start.progress)
+        self._run = Run(self)
 
     def _keep(self, progress: Progress) -> None:
         self._progress, self._counters = progress, (self.state.iteration, self.state.epoch)
@@ -448,64 +453,17 @@ class Engine(Serializable, Generic[Batch, Output]):
         progress, state = self._kept(), self.state
         if progress.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
             return Progress(state.epoch, state.iteration)
-        if progress.origin is Origin.FAILED and data is not state.dataloader:
-            can_seek = can_start_anywhere(data)
-            return progress._replace(position=progress.position if can_seek else None)
+        if progress.origin is Origin.FAILED and data is not state.dataloader and not source_of(data).can_seek:
+            return progress._replace(position=None)
         return progress
 
-    def _resume(self, request: Request, progress: Progress) -> None:
-        """Start a run from where the last one, or a loaded state, ended."""
-        state, before = self.state, self.state.epoch_length
-        found = seek_with_new_length(request.data, progress.position, before)
-        if found is not None and request.epoch_length not in (None, found[2]):
-            found = None
-        is_given = self._has_given_length() or _is_rest(request.data, progress, before)
-        progress = self._in_batches_of(request.data, progress, is_given)
-        inferred = request.resume(state, is_given)
-        if inferred is not None:
-            self._inferred["epoch_length"] = inferred
-        progress = self._in_present_epochs(progress, before, found)
-        if progress.lost:
-            warnings.warn(f"the run resumes after an error, which has lost {progress.lost}", stacklevel=3)
-        state.iteration, state.epoch = progress.iteration, progress.epoch
-        self._log_resuming()
-        self._start(request.data, progress)
-
-    def _has_given_length(self) -> bool:
-        """Return whether the user has given the length of an epoch, and it is not that of the data."""
+    def _log_resuming(self, length_before: int | None) -> None:
         state = self.state
-        return state.epoch_length not in (None, self._inferred.get("epoch_length"), length_of(state.dataloader))
-
-    def _in_batches_of(self, data: Any, progress: Progress, is_given: bool) -> Progress:
-        """Return progress in batches of the present size of a stream, whose length is inferred again unless given."""
-        found = progress.in_batches_of(data, is_given)
-        if found is not progress and not is_given:
-            self.state.epoch_length = None
-        return found
-
-    def _in_present_epochs(self, progress: Progress, before: int | None, found: Any) -> Progress:
-        """Return progress in epochs of the present length, which was ``before``; ``iteration`` never goes back."""
-        if found is not None:
-            number, done, self.state.epoch_length = found
-            assert progress.position is not None, "else nothing is found"
-            progress = progress._replace(epoch=progress.epoch + number - progress.position["epoch"], done=done)
-        else:
-            progress = progress.in_epochs_of(self.state.epoch_length, before)
-        if before not in (None, self.state.epoch_length):
-            self.logger.info("An epoch now has %s iterations, before %d", self.state.epoch_length or "?", before)
-        return progress
-
-    def _log_resuming(self) -> None:
-        state = self.state
+        if length_before not in (None, state.epoch_length):
+            self.logger.info("An epoch now has %s iterations, before %d", state.epoch_length or "?", length_before)
         self.logger.info(
             "Engine run resuming from iteration %d, epoch %d until %s", state.iteration, state.epoch, target_of(state)
         )
-
-    def _start(self, data: Iterable[Any] | None, progress: Progress) -> None:
-        self._stops.clear()
-        self.state.dataloader = data
-        self._keep(progress)
-        self._run = Run(self)
 
     def _proceed(self) -> None:
         """Run to the next pause or to the end."""
@@ -522,7 +480,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             if error is not None:
                 raise error
             if has_ended:
-                run.data.completed_by_all(run.final_progress(), None)
+                run.data.source.completed_by_all(self.run_number, run.final_progress(), None)
         finally:
             error = None  # its traceback holds this frame
             with activity.lock:
@@ -573,7 +531,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         state = self.state
         state.epoch_length = self._inferred["epoch_length"] = length
         if state.max_iters is not None:
-            state.max_epochs = self._inferred["max_epochs"] = derived_max_epochs(state)
+            state.max_epochs = self._inferred["max_epochs"] = epochs_of(state.max_iters, length)
 
     # --- what a step or a handler may ask for --------------------------------------------------------------
 
@@ -612,8 +570,8 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def registrations(self) -> Iterator[Registration]:
         """Yield the registrations of handlers, by event and in the order of calls."""
-        for plan in self._dispatcher.plans.values():
-            yield from plan.registrations
+        for planned in self._dispatcher.plans.values():
+            yield from planned.registrations
 
     def wrap(self, wrapper: Wrapper) -> None:
         """Wrap the calls of all handlers, also of those registered later.
@@ -696,7 +654,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         """Change the length of epochs, in ``EPOCH_STARTED``."""
         if self._run is None or not self._run.in_epoch or self._run.begun:
             raise RuntimeError("change_epoch_length must be called in EPOCH_STARTED of an epoch without iterations yet")
-        if not self._has_given_length():
+        if not has_given_length(self.state, self._inferred):
             self._inferred["epoch_length"] = length
         self.state.epoch_length = positive("length", length)
 
@@ -717,7 +675,7 @@ class Engine(Serializable, Generic[Batch, Output]):
     @property
     def _keys_of_ranks(self) -> tuple[str, ...]:
         """Keys of the state that are different on each rank: a checkpoint holds them for every rank."""
-        return ("position",) if has_own_state(self.state.dataloader) else ()
+        return ("position",) if source_of(self.state.dataloader).saves_itself else ()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the progress, the target, and the attributes that ``state_dict_user_keys`` names.
@@ -725,8 +683,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         ``iteration`` counts completed iterations. ``epochs_completed`` and ``iterations_in_epoch``, those completed in
         the epoch after them, are present once a run has started. ``position`` is present if the data can start in the
         middle of a pass: loaders of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``.
-        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them, and
-        ``batch_size`` if they have no length.
+        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them.
 
         While a step is open, what else is saved may be ahead of these values, and accumulated gradients are not saved:
         this warns. Save in a function that :meth:`defer` calls, as :class:`.Checkpoint` does.
@@ -748,7 +705,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             warnings.warn(f"the state is saved while a step is open: {what}{hint}", stacklevel=level_of_caller())
         progress = kept
         if self._run is not None:
-            progress = self._run.data.completed_by_all(self._run.progress(), self._progress)
+            source = self._run.data.present_source()
+            progress = source.completed_by_all(self.run_number, self._run.progress(), self._progress)
         target = "max_epochs" if state.max_iters is None else "max_iters"
         saved: OrderedDict[str, Any] = OrderedDict(epoch_length=state.epoch_length, iteration=progress.iteration)
         saved.update((key, getattr(state, key)) for key in [target, *self.state_dict_user_keys])
@@ -756,10 +714,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
-        if progress.batch_size is not None:
-            saved["batch_size"] = progress.batch_size
-        length = state.epoch_length
-        if length is not None and not self._has_given_length() and length_of(state.dataloader) in (None, length):
+        length, is_given = state.epoch_length, has_given_length(state, self._inferred)
+        if length is not None and not is_given and length_of(state.dataloader) in (None, length):
             saved["data_length"] = length
         return saved
 
@@ -791,21 +747,17 @@ class Engine(Serializable, Generic[Batch, Output]):
         if missing := [key for key in self.state_dict_user_keys if key not in state_dict]:
             raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
         progress, measures = read(state_dict)
-        length, found = measures["epoch_length"], None
-        is_given = state_dict.get("data_length") != length
-        is_running = run is not None and run.is_active  # in STARTED, when the data are known
-        if is_running:
-            found = seek_with_new_length(state.dataloader, progress.position, length)
+        length = measures["epoch_length"]
+        inferred: Mapping[str, int | None] = {} if state_dict.get("data_length") != length else {"epoch_length": length}
+        if run is not None and run.is_active:  # in STARTED, when the data are known
+            loaded = State[Any, Any](dataloader=state.dataloader, epoch_length=length)
+            request = Request(state.dataloader, None, None, None)
+            measures["epoch_length"], inferred, progress = resume(loaded, progress, request, inferred)
         else:
             self._discard_run()
         for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
             setattr(state, name, value)
-        if is_running:
-            if not is_given:
-                state.epoch_length = length_of(state.dataloader) or length
-            progress = self._in_batches_of(state.dataloader, progress, is_given)
-        self._inferred = {"epoch_length": state.epoch_length} if not is_given else {}
-        progress = self._in_present_epochs(progress, length, found)
+        self._inferred = dict(inferred)
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._keep(progress)
 

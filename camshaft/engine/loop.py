@@ -29,9 +29,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from camshaft import activity
-from camshaft.engine.data import batch_size_of, has_own_state
 from camshaft.engine.events import Events, FailureEvents
-from camshaft.engine.progress import Origin, Progress, is_done, target_of
+from camshaft.engine.plan import is_done, target_of
+from camshaft.engine.progress import Origin, Progress
 from camshaft.errors import RankDivergenceError, RankFailedError, annotate, line_of_caller, line_of_error
 from camshaft.text import counted
 
@@ -104,7 +104,7 @@ class Run:
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
-        self.data = engine._data_iterator(engine)
+        self.data = engine._passes(engine)
         self.begun = self.completed = 0
         self.is_accumulating = self.in_epoch = self.is_active = self.is_leaving = False
         self._fetched = 0  # batches of the epoch when something ran last after a fetch
@@ -202,8 +202,8 @@ class Run:
         self.begun = self.completed = self._fetched = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
             progress = self.data.start = engine._kept()
-            is_iterator = isinstance(engine.state.dataloader, Iterator)  # which continues after an error
-            self.data.warns = progress.origin is Origin.LOADED or (progress.origin is Origin.FAILED and not is_iterator)
+            continues = progress.origin is Origin.FAILED and isinstance(engine.state.dataloader, Iterator)
+            self.data.warns = progress.origin in (Origin.LOADED, Origin.FAILED) and not continues
             self.begun = self.completed = progress.done
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
@@ -349,13 +349,12 @@ class Run:
         if not self._has_epochs:
             return self.engine._kept()
         state, done = self.engine.state, self.completed
-        if self.in_epoch and (is_past or has_own_state(state.dataloader)):
+        if self.in_epoch and (is_past or self.data.present_source().saves_itself):
             done = self.begun + self._has_fetched()
         back = self.begun - done if self.in_epoch else 0
         iteration, position = state.iteration - back, self.data.position(back)
-        batch_size = batch_size_of(state.dataloader)
         is_open = self.in_epoch and (state.epoch_length is None or done < state.epoch_length)
-        return Progress(state.epoch - is_open, iteration, done * is_open, position, batch_size=batch_size)
+        return Progress(state.epoch - is_open, iteration, done * is_open, position)
 
     def final_progress(self) -> Progress:
         """Return the progress of this run, which has ended."""
@@ -365,7 +364,7 @@ class Run:
         is_over = state.epoch_length is not None and self.completed >= state.epoch_length
         if not self._failed or not self.in_epoch or is_over:
             return self.progress()._replace(origin=Origin.ENDED)
-        is_past = isinstance(state.dataloader, Iterator) or has_own_state(state.dataloader)
+        is_past = self.data.present_source().is_past
         lost = ["accumulated gradients"] if self.is_accumulating else []
         if is_past and (self.begun > self.completed or self._has_fetched()):
             lost.append(f"a batch, which {type(state.dataloader).__name__} cannot return again")

@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from camshaft.arguments import check_callable, check_type
 from camshaft.data.samplers import ExactBatchSampler
-from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
+from camshaft.engine.sources import length_of
 from camshaft.handlers.base_scheduler import SteppedScheduler
 
 

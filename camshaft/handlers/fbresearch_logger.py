@@ -13,7 +13,7 @@ from camshaft.arguments import check_callable, check_type, identity
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
-from camshaft.engine.progress import num_epochs
+from camshaft.engine.plan import num_epochs
 from camshaft.handlers.base_logger import check_optimizer
 from camshaft.handlers.timing import Timer
 from camshaft.text import to_str_list

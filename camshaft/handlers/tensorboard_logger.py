@@ -14,7 +14,7 @@ from typing import Any
 from camshaft.arguments import load_optional
 from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events
-from camshaft.engine.progress import num_epochs
+from camshaft.engine.plan import num_epochs
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path, Silence
 from camshaft.handlers.steps import global_step_from_engine

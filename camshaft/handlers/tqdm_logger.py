@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from camshaft.arguments import load_optional
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, joined, translated
-from camshaft.engine.progress import num_epochs
+from camshaft.engine.plan import num_epochs
 from camshaft.engine.state import State
 from camshaft.handlers.base_logger import BaseLogger, BaseOutputHandler
 from camshaft.handlers.steps import global_step_from_engine

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from camshaft.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows
 from camshaft.distributed import DistributedProxySampler, auto
-from camshaft.engine.data import exact_batches
+from camshaft.engine.sources import exact_batches
 from tests.distributed.test_ranks import at_rank
 
 RANKS = st.integers(1, 5)

@@ -1304,16 +1304,15 @@ def test_an_iterator_goes_on_with_what_it_has_left(stop):
 @pytest.mark.filterwarnings("ignore:the data cannot seek", "ignore:the run resumes after")
 @pytest.mark.parametrize("started", [False, True], ids=["before the run", "in STARTED"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 4), (2, 2)])
-@pytest.mark.parametrize("kind", [DataLoader, idist.auto_dataloader])
-def test_the_length_of_a_stream_follows_its_batch_size(kind, before, after, started):
+def test_the_length_of_a_stream_follows_its_batch_size(before, after, started):
     first, length = Recorder(), -(-12 // after)
-    first.engine.run(kind(Numbers(size=12), batch_size=before), max_epochs=3)
+    first.engine.run(idist.auto_dataloader(Numbers(size=12), batch_size=before), max_epochs=3)
     for stop in range(1, len(first.seen)):
         again, lengths = Recorder(), []
         again.engine.add_event_handler(
             Events.EPOCH_COMPLETED, lambda engine, lengths: lengths.append(engine.iteration_in_epoch), lengths
         )
-        data = kind(Numbers(size=12), batch_size=after)
+        data = idist.auto_dataloader(Numbers(size=12), batch_size=after)
         if started:
             again.engine.add_event_handler(
                 Events.STARTED, lambda engine, stop: engine.load_state_dict(first.states[stop]), stop
@@ -1324,9 +1323,8 @@ def test_the_length_of_a_stream_follows_its_batch_size(kind, before, after, star
         assert (again.engine.state.epoch, again.engine.state.iteration) == (3, stop + len(again.seen))
         assert lengths[1:] == [length] * len(lengths[1:])
         done = stop % -(-12 // before) * before // after * after  # samples of the epoch, rounded to whole batches
-        if kind is not DataLoader:
-            assert joined(again.seen)[: 12 - done] == list(range(done, 12))
-            assert lengths[0] == length
+        assert joined(again.seen)[: 12 - done] == list(range(done, 12))
+        assert lengths[0] == length
 
 
 class Shards(Numbers):
@@ -1355,9 +1353,9 @@ def test_a_stream_on_another_number_of_ranks_has_the_same_length(stop):
 
     state = run_on_threads(2, run, None)[0]
     whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2
-    assert state.pop("batch_size") == 4
-    assert run({**state, "batch_size": 4}) == whole[stop:]
-    assert run({**state, "batch_size": 2}) == whole[stop // 3 * 3 + stop % 3 // 2 :]
+    assert state["position"]["size"] == 4
+    assert run(state) == whole[stop:]
+    assert run({**state, "position": {**state["position"], "size": 2}}) == whole[stop // 3 * 3 + stop % 3 // 2 :]
 
 
 def test_a_given_length_of_a_stream_stays_with_another_batch_size():

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from camshaft.arguments import check_callable, check_type, described, integer
 from camshaft.distributed import device as current_device
 from camshaft.distributed import get_world_size
-from camshaft.engine.data import samplers_of
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
+from camshaft.engine.sources import samplers_of
 from camshaft.handlers.base_logger import BaseLogger
 from camshaft.handlers.checkpoint import Checkpoint, DiskSaver
 from camshaft.handlers.early_stopping import EarlyStopping
