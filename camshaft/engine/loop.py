@@ -278,7 +278,11 @@ class Run:
                     engine._stops[Stop.RUN] = True
                     raise StopRun
         except Exception as error:
-            return self._report(error)
+            is_unused = self._has_fetched()
+            leaving = self._report(error)
+            if leaving is None and is_unused:
+                data.lose()
+            return leaving
 
     def _fire(self, event: Events, **keywords: Any) -> None:
         self.engine._dispatcher.plans[event].fire_with(self.engine, **keywords)

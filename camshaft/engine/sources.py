@@ -297,9 +297,13 @@ class Passes:
         return self._given() == done or isinstance(self.source.data, Iterator)
 
     def cut(self, done: int) -> None:
-        """Abandon the pass; the next epoch starts another one."""
-        if self.iterator is not None:
-            self.iterator, self._cut_after = None, done
+        """Abandon the pass, also one that has not been opened yet; the next epoch starts another one."""
+        if self.iterator is not None or self.start is not None:
+            self.iterator, self.start, self._cut_after = None, None, done
+
+    def lose(self) -> None:
+        """Count a batch that no iteration will begin with."""
+        self._first_iteration -= 1
 
     def end_epoch(self, done: int) -> None:
         """Abandon a pass that began in the middle of the epoch, so that later epochs have each sample once."""

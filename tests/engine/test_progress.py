@@ -900,6 +900,24 @@ def test_an_iteration_that_an_error_handler_abandoned_is_not_repeated(whole):
     assert recorder.states[10]["epochs_completed"] == 3
 
 
+def test_a_batch_that_an_error_handler_abandoned_is_not_read_again(whole):
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), lambda: 1 / 0)
+    recorder.engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+    recorder.engine.run(loader(), max_epochs=7)
+    resumed = Recorder().resumed(recorder.states[6], loader())
+    assert recorder.seen == [*recorder.seen[:6], *resumed]
+
+
+def test_a_resumed_epoch_that_is_ended_before_its_first_batch_is_followed_by_a_whole_one(whole):
+    engine, seen = Engine(lambda engine, batch: seen[-1].append(batch.tolist())), []
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append([]))
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda engine: engine.terminate_epoch() if len(seen) == 1 else None)
+    engine.load_state_dict(whole.states[6])
+    engine.run(loader(), max_epochs=4)
+    assert [sorted(joined(batches)) for batches in seen] == [[], list(range(SIZE)), list(range(SIZE))]
+
+
 class InterruptedState(State):
     """A state in which Ctrl-C arrives just before the third iteration is counted."""
 
