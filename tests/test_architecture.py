@@ -104,7 +104,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (DATA, (*DATA, *AGREEMENT, *JOB, *CONTRACT), ()),
     (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH, *MODELS, *AGREEMENT, *BEHIND_FAILURES)),
     (HANDLERS, (*HANDLERS, *ENGINE, *DATA, *DISTRIBUTED, *LEAVES), BEHIND_FAILURES),
-    (("camshaft.checkpoint",), (*HANDLERS, *LEAVES), ()),
+    (("camshaft.checkpoint",), HANDLERS, ()),
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 

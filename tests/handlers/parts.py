@@ -7,7 +7,7 @@ from torch import nn
 
 from camshaft.engine import Engine
 from camshaft.handlers.checkpoint import BaseSaveHandler
-from camshaft.handlers.checkpoint.savers import FOLDER
+from camshaft.handlers.checkpoint.manifest import FOLDER
 
 
 class Part:

@@ -22,19 +22,18 @@ from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber, missing_metric
 from camshaft.errors import level_of_caller
-from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
+from camshaft.handlers.checkpoint.background import BackgroundSave, Exchange
 from camshaft.handlers.checkpoint.loading import load_objects, resume, resume_newest
+from camshaft.handlers.checkpoint.manifest import Manifest, names_in
 from camshaft.handlers.checkpoint.retention import Item, in_order, retained
 from camshaft.handlers.checkpoint.savers import (
     BaseSaveHandler,
     DiskSaver,
-    Manifest,
     agreed,
     check_is_inside,
     check_is_name,
     check_save_on_rank,
     is_writer,
-    names_in,
 )
 from camshaft.handlers.checkpoint.state import (
     CHECKPOINTER,
@@ -45,7 +44,6 @@ from camshaft.handlers.checkpoint.state import (
     take_state,
     walk,
 )
-from camshaft.text import counted
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
@@ -259,11 +257,8 @@ class Checkpoint(Serializable):
         self._saved: list[Item] = []
         self._due: Engine[Any, Any] | None = None  # whose event a save waits for that is not taken yet
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
-        self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
         self._has_warned = False  # of a repeated step
-        entries = [] if self.folder is None else Manifest(self.folder).entries()
-        self._begins_after = max((entry.saved_at for entry in entries), default=0)
 
     @property
     def last_checkpoint(self) -> str | Path | None:
@@ -336,8 +331,6 @@ class Checkpoint(Serializable):
         saved, dropped = after
         self._check_is_resumed(is_over=last in _ENDS)
         key = self._key(name)
-        if warns and isinstance(saver, DiskSaver) and (self._last_save is None or not self._ignores_files):
-            self._warn_of_other_files(saver, filename, key)
         state = take_state(self.to_save, writes, gather=not self.sharded, of_ranks=of_ranks)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if last != Events.EXCEPTION_RAISED:  # ranks fail in different places
@@ -482,7 +475,6 @@ class Checkpoint(Serializable):
         self._background.settle()
         self._saved = []
         self._has_warned = False
-        self._ignores_files = True
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the record: pairs of priority and file name, lowest first."""
@@ -537,36 +529,6 @@ class Checkpoint(Serializable):
             f"{problem}, and the run is over, so new ones are saved beside them: {hint}", stacklevel=level_of_caller()
         )
         self._unresumed = 0
-        self._ignores_files = True
-
-    def _warn_of_other_files(self, saver: DiskSaver, filename: str, key: str) -> None:
-        """Warn of files in the directory that another run or handler has saved with the names of this one.
-
-        Files without a score are mixed only by a run that starts from the beginning, and not by one that resumes.
-        """
-        ignores_files, self._ignores_files = self._ignores_files, True
-        known = {item.filename for item in self._saved}
-        others = [one for one in Manifest(saver.dirname).entries() if one.handler == key and one.file not in known]
-        found = [one for one in others if (saver.dirname / one.file).exists()]
-        new = [one.file for one in found if one.saved_at > self._begins_after]
-        if new and saver.save_on_rank != "node":  # where each node saves a file of this name
-            hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
-            text = f"two Checkpoints save under the same names, such as '{saver.dirname / new[0]}': {hint}"
-            warnings.warn(text, stacklevel=level_of_caller())
-            return
-        engine, by_score = outermost_engine(), self.score_function is not None
-        is_from_0 = engine is not None and not engine.resumed_at
-        files = [one.file for one in found if by_score or one.file != filename]
-        if files and not ignores_files and (self.n_saved is not None if by_score else is_from_0):
-            what = f"{counted(len(files), 'checkpoint')} of an earlier run, such as '{files[0]}'"
-            if by_score:
-                effect = "which this handler does not know, so they are neither compared with new ones nor removed"
-                hint = "add this handler to the to_save of the checkpoint that the run resumes from"
-            else:
-                effect = "and this run starts from the beginning, so that those of both runs are mixed"
-                hint = "resume with Checkpoint.resume(to_load, directory), use another directory"
-            text = f"'{saver.dirname}' contains {what}, {effect}: {hint}, or call reset() to leave them alone"
-            warnings.warn(text, stacklevel=level_of_caller())
 
     def _warn_of_repeated_step(self, step: float, engine: Engine[Any, Any]) -> None:
         """Warn once if several checkpoints are to be kept, but each run of an engine has the same step."""

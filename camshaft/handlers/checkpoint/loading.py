@@ -29,14 +29,8 @@ from camshaft.distributed import (
 )
 from camshaft.engine.engine import Engine
 from camshaft.errors import DamagedCheckpointError, annotate, level_of_caller
-from camshaft.handlers.checkpoint.savers import (
-    FOLDER,
-    MISSING,
-    Entry,
-    Manifest,
-    agreed,
-    checkpoints_in,
-)
+from camshaft.handlers.checkpoint.manifest import FOLDER, MISSING, Entry, Manifest, checkpoints_in
+from camshaft.handlers.checkpoint.savers import agreed
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
 from camshaft.text import counted
 from camshaft.types import PathLike

@@ -20,7 +20,7 @@ import torch
 
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.savers import Manifest
+from camshaft.handlers.checkpoint.manifest import Manifest
 
 SIZE = 250_000
 

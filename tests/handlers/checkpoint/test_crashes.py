@@ -17,7 +17,7 @@ import torch
 from camshaft import files
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.savers import FOLDER, Manifest, names_in
+from camshaft.handlers.checkpoint.manifest import FOLDER, Manifest, names_in
 from tests.ranks import context, on_ranks
 
 # --- killed at every change of the disk -------------------------------------------------------------

@@ -225,19 +225,6 @@ def best(folder, *scores, prefix="best", record=None, **options):
     return handler.state_dict()
 
 
-def test_best_checkpoints_of_an_earlier_run_that_are_not_in_the_record_are_reported_once(tmp_path):
-    record = best(tmp_path, 0.25, 0.5)
-    gc.collect()  # the handler ends with its run
-    message = r"contains 1 checkpoint of an earlier run, such as 'best_m_0\.5000\.pt', which this handler does not know"
-    with pytest.warns(UserWarning, match=message) as seen:
-        best(tmp_path, 0.125, 0.375)
-    assert [one.filename for one in seen] == [__file__]
-    assert names(tmp_path) == ["best_m_0.3750.pt", "best_m_0.5000.pt"]
-    gc.collect()
-    best(tmp_path, 0.75, 1.0, record=record)
-    assert names(tmp_path) == ["best_m_0.3750.pt", "best_m_1.0000.pt"]
-
-
 def latest(folder, num_batches, resumes=False, **options):
     """Save after one epoch, and after another one in a resumed run."""
     trainer = Engine(lambda engine, batch: None)
@@ -246,15 +233,6 @@ def latest(folder, num_batches, resumes=False, **options):
     if resumes:
         Checkpoint.resume(to_save, folder)
     trainer.run(range(num_batches), max_epochs=2 if resumes else 1)
-
-
-@pytest.mark.parametrize("n_saved", [1, None])
-def test_a_run_that_mixes_its_checkpoints_with_those_of_an_earlier_run_warns(tmp_path, n_saved):
-    latest(tmp_path, 4)
-    gc.collect()  # the handler ends with its run
-    with pytest.warns(UserWarning, match=r"contains 1 checkpoint .*'trainer_4\.pt', and this run starts from the beg"):
-        latest(tmp_path, 3, n_saved=n_saved)
-    assert names(tmp_path) == ["trainer_3.pt", "trainer_4.pt"]
 
 
 def test_a_run_that_resumes_repeats_a_save_or_uses_another_name_does_not_warn_of_earlier_checkpoints(tmp_path):
@@ -551,16 +529,6 @@ def test_records_of_other_places_may_name_folders_in_them():
 
 def handler(folder, **options):
     return Checkpoint({"model": Part()}, DiskSaver(folder, require_empty=False), **options)
-
-
-def test_two_handlers_with_the_same_names_warn_once(tmp_path):
-    trainer = Engine(lambda engine, batch: None)
-    for part in (Part(1), Part(2)):
-        checkpoint = Checkpoint({"model": part}, tmp_path)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
-    with pytest.warns(UserWarning, match=r"two Checkpoints save under the same .* '.*model_2\.pt'.*prefix") as seen:
-        trainer.run(range(4))
-    assert len(seen) == 1
 
 
 def test_other_names_or_directories_are_fine(tmp_path):

@@ -22,8 +22,8 @@ from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.errors import DamagedCheckpointError
 from camshaft.files import checksum_of
 from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, ModelCheckpoint
-from camshaft.handlers.checkpoint import loading, savers
-from camshaft.handlers.checkpoint.savers import FOLDER, Entry, Manifest
+from camshaft.handlers.checkpoint import loading, manifest
+from camshaft.handlers.checkpoint.manifest import FOLDER, Entry, Manifest
 from camshaft.seeding import capture_random_state
 from tests.handlers.parts import Part, at, linear, names, weight
 from tests.ranks import on_ranks
@@ -593,7 +593,7 @@ def forged(text, field, value):
     content = json.loads(text)
     del content["checksum_of_entry"]
     content[field] = value
-    return json.dumps({**content, "checksum_of_entry": savers.checksum_of_entry(content)})
+    return json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
 
 
 WRONG = {
@@ -709,14 +709,14 @@ def test_while_a_trainer_prunes_the_newest_is_loaded_without_a_warning(
 def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, monkeypatch):
     saver = DiskSaver(tmp_path)
     saver({"value": 1}, "part.pt")
-    real, values = savers.checksum_of, iter([2])
+    real, values = manifest.checksum_of, iter([2])
 
     def replaced_first(path):
         for value in values:
             saver({"value": value}, "part.pt")
         return real(path)
 
-    monkeypatch.setattr(savers, "checksum_of", replaced_first)
+    monkeypatch.setattr(manifest, "checksum_of", replaced_first)
     part = Part()
     Checkpoint.load_objects({"part": part}, tmp_path / "part.pt")
     assert part.value == 2
@@ -766,7 +766,7 @@ def test_all_ranks_list_again_if_one_rank_misses_the_file(tmp_path, monkeypatch)
 def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
     """Write an entry as an attacker would."""
     content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**61, "objects": None}
-    text = json.dumps({**content, "checksum_of_entry": savers.checksum_of_entry(content)})
+    text = json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
     (folder / FOLDER / (name or f"{file}.{checksum[-8:]}.json")).write_text(text)
 
 

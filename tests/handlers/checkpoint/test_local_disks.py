@@ -13,7 +13,7 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint import loading
-from camshaft.handlers.checkpoint.savers import Manifest
+from camshaft.handlers.checkpoint.manifest import Manifest
 from tests.handlers.parts import Part, names
 from tests.ranks import on_ranks
 from tests.threads import run_on_threads

@@ -15,7 +15,7 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.errors import DamagedCheckpointError, RankDivergenceError
 from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
-from camshaft.handlers.checkpoint.savers import Manifest
+from camshaft.handlers.checkpoint.manifest import Manifest
 from tests.handlers.parts import Memory, Part, at, names
 from tests.ranks import on_ranks, run_on_ranks
 

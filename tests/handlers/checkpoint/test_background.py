@@ -16,7 +16,7 @@ from torch import nn
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
-from camshaft.handlers.checkpoint.async_save import StateCopier
+from camshaft.handlers.checkpoint.background import StateCopier
 from tests.handlers.parts import Part, at, load, names
 from tests.limits import HANG
 from tests.ranks import on_ranks

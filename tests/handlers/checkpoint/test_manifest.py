@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.savers import Manifest
+from camshaft.handlers.checkpoint.manifest import Manifest
 from tests.handlers.parts import Part, at, names
 
 

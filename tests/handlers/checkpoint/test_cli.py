@@ -125,7 +125,7 @@ def test_consolidate_writes_safetensors(folder, tmp_path, capsys):
         (["consolidate", "checkpoints/checkpoint_10.sharded", "x.pt", "--object", "y"], "--object must be one of"),
         (["consolidate", "checkpoints/killed", "x.pt"], "lists no shards"),
         (["consolidate", "nowhere.pt", "x.pt"], "nowhere.pt"),
-        (["consolidate", "code.pt", "x.pt"], "tests.test_checkpoint.run"),
+        (["consolidate", "code.pt", "x.pt"], "tests.handlers.checkpoint.test_cli.run"),
     ],
 )
 def test_what_cannot_be_done_is_explained(folder, monkeypatch, capsys, command, message):
