@@ -22,7 +22,7 @@ from camshaft.engine.events import (
     EventsList,
     RemovableEventHandle,
 )
-from camshaft.engine.loop import Run, Stop, StopFlag
+from camshaft.engine.loop import Phase, Run, Stop, StopFlag
 from camshaft.engine.plan import (
     Request,
     Start,
@@ -375,7 +375,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> engine.run([1, 2, 3], max_epochs=5).iteration
         15
         """
-        if self.is_running:
+        if self._run is not None and self._run.is_active:
             raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
         state = self.state
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
@@ -536,14 +536,9 @@ class Engine(Serializable, Generic[Batch, Output]):
     # --- what a step or a handler may ask for --------------------------------------------------------------
 
     @property
-    def is_running(self) -> bool:
-        """Whether ``run`` is being executed, in any thread; a paused run is not."""
-        return self._run is not None and self._run.is_active
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the run was interrupted, and the next call of ``run`` continues it."""
-        return self._run is not None and not self._run.is_active
+    def phase(self) -> Phase:
+        """What the engine is doing, in any thread; see :class:`.Phase`."""
+        return Phase.IDLE if self._run is None else self._run.phase
 
     @property
     def resumed_at(self) -> int | None:

@@ -40,7 +40,17 @@ if TYPE_CHECKING:
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
-_FETCHING = (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
+
+
+class Phase(Enum):
+    """What an engine is doing."""
+
+    IDLE = auto()  # it was not run yet, or its run has ended
+    PAUSED = auto()  # after an interrupt, until the next call of run
+    BETWEEN = auto()  # before, between, or after epochs
+    EPOCH = auto()  # in an epoch, between iterations
+    STEP = auto()  # in an iteration, or in a window of accumulated gradients
+    LEAVING = auto()  # the run ends, fails, or pauses now, so that an open step may never end
 
 
 class Stop(Enum):
@@ -96,8 +106,9 @@ class Run:
         begun: iterations of the epoch that have begun.
         completed: those whose process function has returned.
         is_accumulating: whether gradients wait for an iteration to come.
+        fetched: those for which a batch was fetched.
         in_epoch: whether an epoch has begun whose iterations are not over.
-        is_leaving: whether the run ends, fails, or pauses now, so that an open step may never end.
+        is_leaving: whether the run ends, fails, or pauses now.
         is_active: whether the run is being executed, and not paused.
         generator: executes the run up to the next pause.
     """
@@ -105,9 +116,8 @@ class Run:
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
         self.data = engine._passes(engine)
-        self.begun = self.completed = 0
+        self.begun = self.completed = self.fetched = 0
         self.is_accumulating = self.in_epoch = self.is_active = self.is_leaving = False
-        self._fetched = 0  # batches of the epoch when something ran last after a fetch
         self._has_epochs = False
         self._failed = self._warned = False
         for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
@@ -147,7 +157,9 @@ class Run:
                         if self._act_on_stops():
                             yield
                         if self.data.iterator is None:
-                            self._open_pass()
+                            skipped = self.data.open()
+                            if engine.state.epoch_length is None:  # the epoch is this pass
+                                self.begun = self.completed = self.fetched = max(self.begun, skipped)
                         error = yield from self._iterations()
                         if error is not None:
                             self._failed = True
@@ -195,16 +207,19 @@ class Run:
     def _report(self, error: BaseException) -> BaseException | None:
         self.is_leaving = True
         self.engine._stops.pop(Stop.DUE, None)  # the step that it waited for does not end
-        return report(self.engine, error)
+        leaving = report(self.engine, error)
+        if leaving is None and self.in_epoch and self.fetched > self.begun:
+            self.data.lose()
+        return leaving
 
     def _begin_epoch(self) -> None:
         engine = self.engine
-        self.begun = self.completed = self._fetched = 0
+        self.begun = self.completed = self.fetched = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
             progress = self.data.start = engine._kept()
             continues = progress.origin is Origin.FAILED and isinstance(engine.state.dataloader, Iterator)
             self.data.warns = progress.origin in (Origin.LOADED, Origin.FAILED) and not continues
-            self.begun = self.completed = progress.done
+            self.begun = self.completed = self.fetched = progress.done
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
         self.data.announce_if_over()
@@ -248,14 +263,12 @@ class Run:
                         return None
                     state = engine._state
                 state.batch = batch
+                self.fetched = begun + 1
                 batch = state._output = None  # nothing else keeps the batch and the output alive
                 if not data.fetched.since < state.iteration < data.fetched.due:
-                    self._fetched = begun + 1
                     data.fetched.fire(engine)
-                if stops:
-                    self._fetched = begun + 1
-                    if self._act_on_stops():
-                        yield
+                if stops and self._act_on_stops():
+                    yield
                 state = engine._state
                 state.iteration = iteration = state.iteration + 1
                 self.begun = begun = begun + 1
@@ -278,11 +291,7 @@ class Run:
                     engine._stops[Stop.RUN] = True
                     raise StopRun
         except Exception as error:
-            is_unused = self._has_fetched()
-            leaving = self._report(error)
-            if leaving is None and is_unused:
-                data.lose()
-            return leaving
+            return self._report(error)
 
     def _fire(self, event: Events, **keywords: Any) -> None:
         self.engine._dispatcher.plans[event].fire_with(self.engine, **keywords)
@@ -311,8 +320,17 @@ class Run:
     @property
     def in_step(self) -> bool:
         """Whether an iteration or a window of accumulated gradients is open, and its end is to come."""
-        is_open = self.is_accumulating or self.begun > self.completed or self._fetched > self.begun
+        is_open = self.is_accumulating or self.fetched > self.completed
         return is_open and self.in_epoch and self.is_active and not self.is_leaving
+
+    @property
+    def phase(self) -> Phase:
+        """What the engine is doing."""
+        if not self.is_active:
+            return Phase.PAUSED
+        if self.is_leaving or not self.in_epoch:
+            return Phase.LEAVING if self.is_leaving else Phase.BETWEEN
+        return Phase.STEP if self.in_step else Phase.EPOCH
 
     def _do_what_is_due(self) -> None:
         if self.in_epoch and not self.is_leaving:
@@ -323,11 +341,6 @@ class Run:
     def _raise_pending(self) -> None:
         if Stop.ERROR in self.engine._stops:
             raise self.engine._stops.pop(Stop.ERROR)
-
-    def _open_pass(self) -> None:
-        skipped = self.data.open()
-        if self.engine.state.epoch_length is None:  # the epoch is this pass
-            self.begun = self.completed = max(self.begun, skipped)
 
     def _warn_that_data_ran_out(self) -> None:
         if self._warned:
@@ -354,7 +367,7 @@ class Run:
             return self.engine._kept()
         state, done = self.engine.state, self.completed
         if self.in_epoch and (is_past or self.data.present_source().saves_itself):
-            done = self.begun + self._has_fetched()
+            done = self.fetched
         back = self.begun - done if self.in_epoch else 0
         iteration, position = state.iteration - back, self.data.position(back)
         is_open = self.in_epoch and (state.epoch_length is None or done < state.epoch_length)
@@ -370,14 +383,9 @@ class Run:
             return self.progress()._replace(origin=Origin.ENDED)
         is_past = self.data.present_source().is_past
         lost = ["accumulated gradients"] if self.is_accumulating else []
-        if is_past and (self.begun > self.completed or self._has_fetched()):
+        if is_past and self.fetched > self.completed:
             lost.append(f"a batch, which {type(state.dataloader).__name__} cannot return again")
         return self.progress(is_past)._replace(origin=Origin.FAILED, lost=" and ".join(lost))
-
-    def _has_fetched(self) -> bool:
-        """Return whether there is a batch that no iteration has begun with."""
-        is_fetching = self.engine.last_event_name in _FETCHING and self.engine.state.batch is not None
-        return self._fetched > self.begun or is_fetching
 
 
 def elapsed(seconds: float) -> str:
@@ -396,17 +404,20 @@ def elapsed(seconds: float) -> str:
 
 def report(engine: Any, error: BaseException) -> BaseException | None:
     """Pass an error to its handlers; return the error that must leave the run, or ``None`` if it was handled."""
-    event, state = engine.last_event_name, engine.state
+    state = engine.state
     error = activity.explained(error)
     activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
     if engine._stops.get(Stop.ERROR) is error:
         del engine._stops[Stop.ERROR]  # it has been raised
-    annotate(error, f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {event!r}")
-    try:  # an error of a cleanup handler must not hide the one that is reported
-        engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)
-    except Exception:
-        engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
-    engine.last_event_name = event
+    annotate(
+        error,
+        f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {engine.last_event_name!r}",
+    )
+    for registration in engine._dispatcher.plans[FailureEvents.ERROR_MET].registrations:
+        try:  # an error of a cleanup handler must not hide the one that is reported
+            registration.invoke(engine)
+        except Exception:
+            engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
     is_known = isinstance(error, (RankDivergenceError, RankFailedError))  # the same on every rank
     level = logging.DEBUG if isinstance(error, KeyboardInterrupt) else logging.INFO if is_known else logging.ERROR
     engine.logger.log(level, "Engine met an exception: %s", activity.summary(error))

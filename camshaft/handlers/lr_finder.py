@@ -21,6 +21,7 @@ from camshaft.arguments import check_callable, check_choice, check_type, integer
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, Order
+from camshaft.engine.loop import Phase
 from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
 from camshaft.text import counted
@@ -167,7 +168,7 @@ class FastaiLRFinder:
                 text = "the search ended before the loss diverged: a larger end_lr or num_iter may show more"
                 warnings.warn(text, stacklevel=2)
 
-        if trainer.is_running or trainer.is_paused:
+        if trainer.phase is not Phase.IDLE:
             raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
         with ExitStack() as stack:  # restores in reverse order, and all of it whatever fails
             _restore_engine_later(stack, trainer)
@@ -333,7 +334,7 @@ def _restore_later(stack: ExitStack, given: Collection[Any], found: Iterable[Any
         if isinstance(one, torch.Generator):
             stack.callback(one.set_state, one.get_state())
         elif isinstance(one, Engine):
-            if not (one.is_running or one.is_paused):  # else it runs this search
+            if one.phase is Phase.IDLE:  # else it runs this search
                 _restore_engine_later(stack, one)
         else:
             with _warning_unless(is_given, one):

@@ -11,6 +11,7 @@ from camshaft.distributed.agreement.stop import CommonStop, common_stop
 from camshaft.distributed.ranks import get_world_size
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
+from camshaft.engine.loop import Phase
 from camshaft.errors import line_of_caller
 
 __all__ = ["stop_together"]
@@ -47,7 +48,7 @@ def stop_together(engine: Engine[Any, Any]) -> Callable[[], None]:
     stopping.surround(engine)
 
     def stop() -> None:
-        if not engine.is_running:
+        if engine.phase in (Phase.IDLE, Phase.PAUSED):
             raise RuntimeError("stop was called while the engine is not running: call it in a step or a handler")
         stopping.request()
 
