@@ -103,7 +103,6 @@ class Run:
 
     Attributes:
         data: the current pass over the data.
-        begun: iterations of the epoch that have begun.
         completed: those whose process function has returned.
         is_accumulating: whether gradients wait for an iteration to come.
         fetched: those for which a batch was fetched.
@@ -116,7 +115,8 @@ class Run:
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
         self.data = engine._passes(engine)
-        self.begun = self.completed = self.fetched = 0
+        self.completed = self.fetched = 0
+        self._before = 0  # iterations before the epoch
         self.is_accumulating = self.in_epoch = self.is_active = self.is_leaving = False
         self._has_epochs = False
         self._failed = self._warned = False
@@ -159,7 +159,7 @@ class Run:
                         if self.data.iterator is None:
                             skipped = self.data.open()
                             if engine.state.epoch_length is None:  # the epoch is this pass
-                                self.begun = self.completed = self.fetched = max(self.begun, skipped)
+                                self._set_done(max(self.begun, skipped))
                         error = yield from self._iterations()
                         if error is not None:
                             self._failed = True
@@ -214,12 +214,12 @@ class Run:
 
     def _begin_epoch(self) -> None:
         engine = self.engine
-        self.begun = self.completed = self.fetched = 0
+        self._set_done(0)
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
             progress = self.data.start = engine._kept()
             continues = progress.origin is Origin.FAILED and isinstance(engine.state.dataloader, Iterator)
             self.data.warns = progress.origin in (Origin.LOADED, Origin.FAILED) and not continues
-            self.begun = self.completed = self.fetched = progress.done
+            self._set_done(progress.done)
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
         self.data.announce_if_over()
@@ -271,7 +271,7 @@ class Run:
                     yield
                 state = engine._state
                 state.iteration = iteration = state.iteration + 1
-                self.begun = begun = begun + 1
+                begun = begun + 1
                 engine.last_event_name = starting_event
                 if not starting.since < iteration < starting.due:
                     starting.fire(engine)
@@ -316,6 +316,16 @@ class Run:
         stops.pop(Stop.PAUSE, None)
         self._raise_pending()
         return True
+
+    @property
+    def begun(self) -> int:
+        """Iterations of the epoch that have begun."""
+        return self.engine.state.iteration - self._before
+
+    def _set_done(self, count: int) -> None:
+        """Set the number of iterations of the epoch that are done."""
+        self.completed = self.fetched = count
+        self._before = self.engine.state.iteration - count
 
     @property
     def in_step(self) -> bool:
