@@ -84,9 +84,8 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
     epoch, done = divmod(iteration, length) if length else (0, iteration)  # else an unfinished first pass
     if "epochs_completed" in given:
         epoch, done = given["epochs_completed"], given.get("iterations_in_epoch", 0)
-        limit = min(iteration, length - 1) if length else iteration
-        if done > limit:
-            raise ValueError(f"iterations_in_epoch must be at most {limit}, got {done}")
+        if length and done >= length:  # perhaps more than all iterations, which had other batch sizes
+            raise ValueError(f"iterations_in_epoch must be at most {length - 1}, got {done}")
     for name, reached in (("max_epochs", epoch), ("max_iters", iteration)):
         target = targets[name]
         if target is not None and target < reached:
