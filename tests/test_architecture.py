@@ -235,6 +235,18 @@ def test_the_package_follows_the_rules() -> None:
     assert not found, "\n".join(found)
 
 
+# each may import those after it
+IN_ENGINE = ("engine", "loop", "plan", "sources", "progress", "dispatch", "events", "state")
+
+
+def test_the_modules_of_the_engine_import_each_other_in_one_direction() -> None:
+    modules = [f"camshaft.engine.{name}" for name in IN_ENGINE]
+    for number, name in enumerate(IN_ENGINE):
+        tree = ast.parse((ROOT / "camshaft" / "engine" / f"{name}.py").read_text("utf-8"))
+        found = {one.module for one in imports(tree, frozenset(modules)) if not one.for_types}
+        assert not found.intersection(modules[:number]), name
+
+
 # variables that launchers set to describe the place of a process
 PLACE = re.compile(
     r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(SLURM|OMPI|PMIX?|MPI)_\w+|HOROVOD_(RANK|SIZE|HOSTNAME|LOCAL_\w+|CROSS_\w+)"

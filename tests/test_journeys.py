@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import camshaft
 import camshaft.distributed as idist
@@ -20,7 +22,10 @@ from camshaft.distributed import failures
 from camshaft.distributed.failures import record, watcher
 from camshaft.distributed.failures.trace import RECORDS_GLOO
 from camshaft.distributed.job import current
+from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.errors import RankFailedError
+from camshaft.handlers import Checkpoint, TensorboardLogger
+from camshaft.handlers.tensorboard_logger import OutputHandler
 from tests.limits import HANG, TIMEOUT
 from tests.ranks import await_watchers, on_ranks, run_on_ranks
 
@@ -53,6 +58,10 @@ ALL_REDUCE = (8, 5) if RECORDS_GLOO else (11, 6)  # with a list of calls of our 
 AUTO_DATALOADER = 15, 9
 INITIALIZE = 63, 18  # aim: 35 in 8; 22 of them, in 7 files, are in failures
 RUN = 40, 13
+# to the first step of a run
+LIST, LOADED, RESUMED = (54, 11), (60, 11), (88, 16)  # aims: 20 in 5, 25 in 6, 40 in 8
+SAVE, RESUME_LATEST = (91, 20), (81, 19)  # aims: 45 in 8, 50 in 9
+SCALAR = 22, 7  # aim: 12 in 5
 # on the threads of both ranks: 20 in 8, or 41 in 11 if the library's error comes before the news; more if it has to be
 # found out whether the call had begun
 FAIL = 60, 14
@@ -143,3 +152,73 @@ def test_parallel_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(print)
         check(visited(lambda: parallel.run(print))[0], RUN)
+
+
+class FirstStep(BaseException):
+    """Ends a run."""
+
+
+def until_the_first_step(data: Any, state: dict[str, Any] | None = None) -> set[tuple[str, str]]:
+    def step(engine: Engine[Any, Any], batch: Any) -> None:
+        sys.setprofile(None)
+        raise FirstStep
+
+    def run() -> None:
+        with pytest.raises(FirstStep):
+            engine.run(data, max_epochs=3)
+
+    engine = Engine(step)
+    engine.logger = logging.getLogger("tests.silent")
+    engine.logger.setLevel(logging.CRITICAL)
+    if state is not None:
+        engine.load_state_dict(state)
+    return visited(run)[0]
+
+
+def test_a_run_until_its_first_step() -> None:
+    check(until_the_first_step([1, 2, 3]), LIST)
+    state: dict[str, Any] = {"epoch_length": 5, "iteration": 7, "max_epochs": 3}
+    with pytest.warns(UserWarning, match="its data are read from the beginning"):
+        check(until_the_first_step(DataLoader(range(10), batch_size=2), state), LOADED)  # type: ignore[arg-type]
+
+
+def test_a_run_that_resumes_within_an_epoch_until_its_first_step() -> None:
+    loader = idist.auto_dataloader(range(10), batch_size=2)
+    engine: Engine[Any, Any] = Engine(lambda engine, batch: None)
+    states: list[dict[str, Any]] = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=7), lambda engine: states.append(engine.state_dict()))
+    engine.run(loader, max_epochs=3)
+    check(until_the_first_step(loader, states[0]), RESUMED)
+
+
+def test_saving_with_pruning_and_resuming(tmp_path: Path) -> None:
+    def make() -> tuple[Engine[Any, Any], Checkpoint]:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_supervised_trainer(model, optimizer, torch.nn.MSELoss())
+        return trainer, Checkpoint({"model": model, "optimizer": optimizer, "trainer": trainer}, tmp_path, n_saved=1)
+
+    trainer, checkpoint = make()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=1, before=4), checkpoint)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=4))
+    def save() -> None:
+        check(visited(lambda: checkpoint(trainer))[0], SAVE)
+
+    trainer.run([(torch.ones(1, 1), torch.ones(1, 1))] * 4)
+    checkpoint = make()[1]
+    check(visited(checkpoint.resume_latest)[0], RESUME_LATEST)
+
+
+def test_a_scalar_to_tensorboard(tmp_path: Path) -> None:
+    write = OutputHandler("training", output_transform=lambda output: {"loss": output})
+    with TensorboardLogger(log_dir=tmp_path) as log:
+        engine: Engine[Any, Any] = Engine(lambda engine, batch: 1.0)
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def log_loss() -> None:
+            functions, _ = visited(lambda: write(engine, log, Events.ITERATION_COMPLETED))
+            if engine.state.iteration > 1:
+                check(functions, SCALAR)
+
+        engine.run([1, 2, 3])

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from camshaft.arguments import check_type
 from camshaft.engine.engine import Engine
+from camshaft.engine.plan import Start
 from camshaft.engine.progress import Progress
 from camshaft.engine.sources import Passes, Skipped, exact_batches, length_of
 from camshaft.engine.state import Batch, Output
@@ -259,7 +260,8 @@ class DeterministicEngine(Engine[Batch, Output]):
                 restore_random_state(random_state)  # raises if it is invalid
         super().load_state_dict(state_dict)
 
-    def _prepare(self) -> None:
+    def _start(self, start: Start) -> None:
+        super()._start(start)
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
 
     def _proceed(self) -> None:

@@ -53,11 +53,6 @@ def outermost_engine() -> Engine[Any, Any] | None:
     return next(iter(activity.in_thread()), None)
 
 
-def _is_read(data: Any, state: State[Any, Any]) -> bool:
-    """Return whether data are an iterator that the last run has read."""
-    return data is not None and data is state.dataloader and isinstance(data, Iterator)
-
-
 class _Decorator:
     """What :meth:`Engine.on` returns: ``engine.on(event, handler)`` as a plain call would silently register nothing.
 
@@ -414,7 +409,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         """Start a run."""
         state = self.state
         if start.is_new:
-            self._had_batches, self._is_exhausted = state.iteration > 0, _is_read(start.data, state)
+            self._had_batches = state.iteration > 0
+            self._is_exhausted = isinstance(start.data, Iterator) and start.data is state.dataloader
             self._short_runs = self._short_runs + 1 if start.max_epochs == 1 else 0
             if self._short_runs > 1 and (never := self._dispatcher.never_due(state)):
                 self._short_runs = -sys.maxsize  # warn once
@@ -511,9 +507,6 @@ class Engine(Serializable, Generic[Batch, Output]):
         if self._run is not None:
             self._run.generator.close()  # its handlers do not notice
             self._run = None
-
-    def _prepare(self) -> None:
-        """Prepare a run, before ``STARTED`` fires. For subclasses."""
 
     def _report_that_data_are_empty(self) -> None:
         """Raise or warn if a pass over data without a length has no batches, unless that is usual for this engine.

@@ -144,7 +144,6 @@ class Run:
         engine.state.times = {"EPOCH_COMPLETED": 0.0, "COMPLETED": 0.0}
         is_terminated = False
         try:
-            engine._prepare()
             try:
                 self._fire(Events.STARTED)
                 if self._act_on_stops():

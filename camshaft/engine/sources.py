@@ -337,10 +337,12 @@ class Passes:
             self.announce()
 
     def announce(self) -> None:
-        """Announce the number of the next pass to the dataset and the samplers, once."""
+        """Announce the number of the next pass to the dataset, the samplers, and the batch samplers, once."""
         data, number = self.engine.state.dataloader, self._next_number()
         if self._announced is None or self._announced[0] is not data or self._announced[1] != number:
-            announce_epoch(data, number)
+            for part in (getattr(data, "dataset", None), *samplers_of(data)):
+                if callable(set_epoch := getattr(part, "set_epoch", None)):
+                    set_epoch(number)
             self._announced = data, number
 
     def position(self, back: int = 0) -> Position | None:
@@ -394,13 +396,6 @@ def length_of(data: Any) -> int | None:
         return len(data)
     except TypeError:  # loaders over data without a length raise it too
         return None
-
-
-def announce_epoch(data: Any, number: int) -> None:
-    """Call ``set_epoch(number)`` on the dataset, the samplers, and the batch samplers of a loader that have it."""
-    for part in (getattr(data, "dataset", None), *samplers_of(data)):
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(number)
 
 
 def samplers_of(data: Any) -> list[Any]:

@@ -18,9 +18,6 @@ from camshaft.dtensors import full_value
 from camshaft.errors import annotate
 from camshaft.interop import ignite_class
 
-if TYPE_CHECKING:
-    from camshaft.engine.events import CallableEventWithFilter
-
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
 
@@ -91,7 +88,7 @@ class State(Generic[Batch, Output]):
     def output(self, value: Output) -> None:
         self._output = value
 
-    def get_event_attrib_value(self, event_name: CallableEventWithFilter | str) -> int:
+    def get_event_attrib_value(self, event_name: Any) -> int:
         """Return the count of an event.
 
         Raises:
