@@ -124,7 +124,6 @@ def supervised_training_step(
 
     predict = forward if context is None else forward_in_context
 
-    @_switching(set_mode)
     def step(engine: Any, batch: Any) -> Any:
         if accumulation is None:
             optimizer.zero_grad()
@@ -147,6 +146,7 @@ def supervised_training_step(
                 update.apply()
         return output_transform(x, y, y_pred, loss)
 
+    step.set_mode = set_mode  # type: ignore[attr-defined]  # create_supervised_trainer attaches it
     return step
 
 
@@ -248,7 +248,6 @@ def supervised_evaluation_step(
     _check_parts(model, prepare_batch, model_transform, output_transform, "(x, y, y_pred)")
     batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=False)
 
-    @_switching(set_mode)
     @torch.no_grad()
     def step(engine: Any, batch: Any) -> Any:
         set_mode(engine)
@@ -256,6 +255,7 @@ def supervised_evaluation_step(
         y_pred = model_transform(model_fn(model, x))
         return output_transform(x, y, y_pred)
 
+    step.set_mode = set_mode  # type: ignore[attr-defined]
     return step
 
 
@@ -369,7 +369,7 @@ def create_supervised_trainer(
     )  # fmt: skip
     _warn_unless_synchronized(model)
     trainer: Engine[Any, Any] = DeterministicEngine(step) if deterministic else Engine(step)
-    step.set_mode.attach(trainer)  # type: ignore[attr-defined]  # see _switching
+    step.set_mode.attach(trainer)  # type: ignore[attr-defined]
     _compare_replicas(trainer, model)
     if new_scaler is not None:
         trainer.state.scaler = new_scaler
@@ -446,16 +446,6 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtyp
     if amp_dtype is not None and amp_mode != "amp":
         raise ValueError(f"amp_dtype needs amp_mode='amp', got amp_mode={amp_mode!r} and amp_dtype={amp_dtype}")
     return "xla" if kind == "xla" else amp_mode
-
-
-def _switching(set_mode: Mode) -> Callable[[Step], Step]:
-    """Return a decorator that gives a step the attribute ``set_mode``."""
-
-    def decorate(step: Step) -> Step:
-        step.set_mode = set_mode  # type: ignore[attr-defined]
-        return step
-
-    return decorate
 
 
 def _preparing(
