@@ -280,7 +280,7 @@ class DiskSaver(BaseSaveHandler):
         path = self._path(filename)
         if not self.writes or path == self._protected:
             return
-        if not path.is_symlink() and any(entry.shards is not None for entry in self._manifest.entries(path.name)):
+        if path.is_dir() and not path.is_symlink() and any(one.shards for one in self._manifest.entries(path.name)):
             with self._changing(path):
                 self._manifest.remove(path.name)
             return

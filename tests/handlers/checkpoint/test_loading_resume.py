@@ -682,10 +682,8 @@ def interrupt(monkeypatch, act, when):
     return accesses
 
 
-@pytest.mark.parametrize("pattern", [None, "fixed.pt"])
-@pytest.mark.parametrize("n_saved", [1, 2])
-@pytest.mark.parametrize("first", range(1, 7))
-@pytest.mark.parametrize("count", [1, 2, 10])
+@pytest.mark.parametrize(("pattern", "n_saved", "count"), [(None, 1, 10), (None, 2, 2), ("fixed.pt", 1, 10)])
+@pytest.mark.parametrize("first", [1, 2, 4, 6])
 def test_while_a_trainer_prunes_the_newest_is_loaded_without_a_warning(
     tmp_path, monkeypatch, pattern, n_saved, first, count
 ):
