@@ -26,7 +26,7 @@ _MOST_FRAMES, _MOST_WAITS = 30, 8
 # which wait in Python, where others wait in torch
 _PATIENT = re.compile(r"camshaft/distributed/(backends/mpi|failures/store)\.py")
 _FOREIGN = re.compile(
-    r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:data|distributed|engine|handlers)/"
+    r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:activity\.py|(?:data|distributed|engine|handlers)/)"
     r"|/torch/(?:distributed|autograd|nn|utils)/|/torch/_ops\.py"
 )
 _WAITING = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)|/torch/autograd/.* in _engine_run_backward$")

@@ -162,6 +162,11 @@ BARRIER, EMA = f"{TORCH}/distributed/distributed_c10d.py:1 in barrier", "/x/cams
     ("stack", "what", "via"),
     [
         ([f"{TORCH}/autograd/graph.py:1 in _engine_run_backward"], BACKWARD, ""),
+        (
+            ["/x/camshaft/activity.py:5 in explained", f"{TORCH}/autograd/graph.py:1 in _engine_run_backward"],
+            BACKWARD,
+            "",
+        ),
         ([BARRIER], "torch.distributed.barrier", ""),
         ([BARRIER, f"{OURS}/ranks.py:3 in _wait", f"{OURS}/ranks.py:2 in one_rank_first"], "one_rank_first", ""),
         ([f"{OURS}/collectives/api.py:2 in gather", EMA, "/x/camshaft/engine/engine.py:4 in run"], "gather", EMA[3:]),
