@@ -14,7 +14,7 @@ WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed
     handlers/checkpoint/test_crashes.py test_architecture.py test_guards.py test_migrate.py test_output.py test_packaging.py test_text.py
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
-.PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-browser test-docs site bench bench-gpu format clean
+.PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-ray test-browser test-docs site bench bench-gpu format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -72,6 +72,10 @@ test-loggers:
 # packages that were written for PyTorch-Ignite, and run on camshaft unmodified: MONAI, Optuna
 test-clients:
 	@$(ENVIRONMENT) clients python -m pytest $(TWO) tests/clients $(ARGS)
+
+# Ray on this machine: workers that fail, other numbers of them, and trials that are stopped
+test-ray:
+	@$(ENVIRONMENT) ray python -m pytest $(TWO) tests/ray $(ARGS)
 
 # TensorBoard's page in a headless browser, from Debian's packages, installed if missing
 test-browser:

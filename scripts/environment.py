@@ -39,6 +39,7 @@ ENVIRONMENTS = {
     "horovod": (("test",), ("horovod",)),
     "loggers": (("test", "loggers"), ("loggers",)),
     "clients": (("test", "clients"), ("dev", "clients")),
+    "ray": (("test", "examples", "ray"), ("dev", "ray")),
 }
 OTHER_TORCH = re.compile(r"torch-(\d+\.\d+\.\d+)")
 CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each torch needs versions of its own

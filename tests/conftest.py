@@ -21,8 +21,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise, torch 
 # torch asks the name server for the name of each peer that it connects to; a lost answer takes 1 s then, not 5
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-# these have their own environments (make test-xla, test-horovod, test-loggers, test-clients, test-docs)
-NEEDED = {"xla": "torch_xla", "horovod": "horovod", "loggers": "mlflow", "clients": "monai", "docs": "mkdocs"}
+# these have their own environments (make test-xla, test-horovod, test-loggers, test-clients, test-ray, test-docs)
+NEEDED = {
+    "xla": "torch_xla",
+    "horovod": "horovod",
+    "loggers": "mlflow",
+    "clients": "monai",
+    "ray": "ray",
+    "docs": "mkdocs",
+}
 collect_ignore = [folder for folder, module in NEEDED.items() if not importlib.util.find_spec(module)]
 # these need root to create hosts, a system package for Slurm, and GPUs: make test-hosts, make test-slurm, make test-gpu
 SEPARATE = tuple(Path(__file__).parent / name for name in ("hosts", "slurm", "gpu"))

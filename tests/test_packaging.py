@@ -69,7 +69,9 @@ def test_the_license_is_in_the_wheel(wheel: ZipFile, metadata: Message) -> None:
 
 
 # extras that do not install everywhere, or are not for users; `all` does not include them
-SEPARATE = {"benchmarks", "clients", "compat", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "test", "xla"}
+SEPARATE = {
+    *("benchmarks", "clients", "compat", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "ray", "test", "xla"),
+}
 
 
 @pytest.fixture(scope="module")

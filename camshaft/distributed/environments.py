@@ -111,6 +111,9 @@ def infer(
             here = {number: _integer(environ, name) for number, name in names.items() if name in environ}
         elif (launch.topology.rank, launch.topology.world_size) == (rank, world_size):
             here = {number: getattr(launch.topology, number) for number in launch.sources}
+        if here and "node_rank" not in here and "NODE_RANK" in environ:  # Ray Train sets no GROUP_RANK
+            with suppress(RuntimeError, ValueError):
+                return complete(known | here | {"node_rank": _integer(environ, "NODE_RANK")})
         return complete(known | here)
     except (RuntimeError, ValueError):  # the variables are invalid, or those of another job
         return complete(known)

@@ -461,3 +461,16 @@ def test_the_parent_is_recognised_as_torchrun_by_its_command_line(monkeypatch, t
         assert torchrun_agent({"RANK": "0"}) is None
         other.communicate(b"\n")
     assert torchrun_agent(worker) is None  # it has ended
+
+
+def test_the_place_of_a_worker_of_ray_train():
+    variables = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
+    topology, assumed = environments.infer(variables, 2, 3)
+    assert (topology.local_rank, topology.local_world_size, topology.node_rank) == (0, 1, 1)
+    assert assumed == ("num_nodes",)
+    for other in ({"NODE_RANK": "7"}, {"NODE_RANK": "first"}):  # of something else
+        topology, assumed = environments.infer(variables | other, 2, 3)
+        assert (topology.local_rank, topology.local_world_size) == (0, 1)
+        assert "node_rank" in assumed
+    torchrun = variables | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "NODE_RANK": "0"}
+    assert environments.infer(torchrun, 2, 3)[0].node_rank == 1
