@@ -100,7 +100,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     evaluators["validation"].add_event_handler(Events.COMPLETED, best, {"model": model})
     to_save: dict[str, Any] = {"trainer": trainer, "model": model, "optimizer": optimizer, "best": best}
     if config.patience:
-        to_save["stopping"] = EarlyStopping(config.patience, Checkpoint.get_default_score_fn("accuracy"), trainer)
+        to_save["stopping"] = EarlyStopping(config.patience, score_name="accuracy", trainer=trainer)
         evaluators["validation"].add_event_handler(Events.COMPLETED, to_save["stopping"])
     if config.tensorboard:
         logger = TensorboardLogger(log_dir=config.tensorboard)

@@ -428,7 +428,8 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
         except Exception:
             engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
     is_known = isinstance(error, (RankDivergenceError, RankFailedError))  # the same on every rank
-    level = logging.DEBUG if isinstance(error, KeyboardInterrupt) else logging.INFO if is_known else logging.ERROR
+    is_exit = isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code)
+    level = logging.DEBUG if is_exit else logging.INFO if is_known else logging.ERROR
     engine.logger.log(level, "Engine met an exception: %s", activity.summary(error))
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:

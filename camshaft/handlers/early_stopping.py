@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from camshaft.arguments import check_choice, check_takes, check_type, integer, number, scalar
+from camshaft.arguments import check_choice, check_takes, check_text, check_type, integer, number, scalar
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, events_in
+from camshaft.handlers.checkpoint.handler import score_of_metric
 from camshaft.handlers.stopping import StopTogether
 
 __all__ = ["EarlyStopping"]
@@ -48,7 +49,7 @@ class EarlyStopping(Serializable, ResettableHandler):
 
     Args:
         patience: number of evaluations without improvement before stopping.
-        score_function: called with the evaluator; returns a number.
+        score_function: called with the evaluator; returns a number. By default it is the metric ``score_name``.
         trainer: the engine to terminate.
         threshold: minimum difference from the best score that counts as an improvement.
         cumulative: whether the difference is measured from the last improvement, so that small steps add up. By
@@ -57,11 +58,13 @@ class EarlyStopping(Serializable, ResettableHandler):
         mode: ``"max"`` if larger scores are better, or ``"min"``.
         min_delta, min_delta_mode, cumulative_delta: old names of ``threshold``, ``threshold_mode`` and
             ``cumulative``.
+        score_name: key in ``evaluator.state.metrics``, instead of ``score_function``.
 
     Raises:
         TypeError: ``score_function`` is not callable, ``trainer`` is not an Engine, ``patience`` is not an integer, or
             ``threshold`` is not a number.
-        ValueError: ``patience`` is below 1, ``threshold`` is below 0, or a mode is unknown.
+        ValueError: ``patience`` is below 1, ``threshold`` is below 0, a mode is unknown, or ``score_function`` and
+            ``score_name`` are both given or both missing.
 
     >>> from camshaft.engine import Events
     >>> trainer = Engine(lambda engine, batch: None)
@@ -85,8 +88,8 @@ class EarlyStopping(Serializable, ResettableHandler):
     def __init__(
         self,
         patience: int,
-        score_function: Callable[[Engine[Any, Any]], Any],
-        trainer: Engine[Any, Any],
+        score_function: Callable[[Engine[Any, Any]], Any] | None = None,
+        trainer: Engine[Any, Any] | None = None,
         threshold: float = 0.0,
         cumulative: bool = False,
         threshold_mode: str = "abs",
@@ -94,9 +97,19 @@ class EarlyStopping(Serializable, ResettableHandler):
         min_delta: float | None = None,
         min_delta_mode: str | None = None,
         cumulative_delta: bool | None = None,
+        *,
+        score_name: str | None = None,
     ) -> None:
+        if (score_function is None) == (score_name is None):
+            got = f"got {score_function!r} and {score_name!r}"
+            raise ValueError(f"pass either score_function or score_name, the name of a metric, {got}")
+        if score_name is not None:
+            check_text("score_name", score_name)
+            score_function = score_of_metric(score_name)
+        assert score_function is not None, "checked"
         check_takes("score_function", score_function, "(engine)")
         check_engine("trainer", trainer)
+        assert trainer is not None, "checked"
         self.patience = patience
         self.score_function = score_function
         self.trainer = trainer

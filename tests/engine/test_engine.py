@@ -160,7 +160,7 @@ def test_an_error_of_a_run_is_recorded_once(caplog, swallowed, event):
     assert "lost" in text
 
 
-def test_the_record_of_an_error_is_one_line_and_the_stop_button_leaves_none(caplog):
+def test_the_record_of_an_error_is_one_line_and_a_stop_button_or_an_exit_leaves_none(caplog):
     def fail(error):
         def step(engine, batch):
             raise error
@@ -171,8 +171,11 @@ def test_the_record_of_an_error_is_one_line_and_the_stop_button_leaves_none(capl
     fail(ValueError("two\nlines"))
     assert records(caplog, logging.ERROR) == ["Engine met an exception: ValueError: two lines"]
     caplog.clear()
-    fail(KeyboardInterrupt())
+    for exit in (KeyboardInterrupt(), SystemExit(), SystemExit(0)):
+        fail(exit)
     assert [text for text in caplog.messages if "exception" in text] == []
+    fail(SystemExit(3))
+    assert records(caplog, logging.ERROR) == ["Engine met an exception: SystemExit: 3"]
 
 
 @pytest.mark.parametrize("handler", [lambda: None, lambda a, b, c: None])

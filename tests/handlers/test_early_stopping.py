@@ -245,3 +245,22 @@ def test_an_invalid_counter_changes_nothing():
     with pytest.raises(TypeError, match="counter must be an integer, got '2'"):
         stopping.load_state_dict({"counter": "2", "best_score": 0.5})
     assert (stopping.counter, stopping.best_score) == (0, None)
+
+
+def test_a_metric_is_given_by_its_name():
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+    EarlyStopping(patience=2, score_name="accuracy", trainer=trainer).attach(evaluator)
+    scores = iter([0.5, 0.7, 0.6, 0.7, 0.9])
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def evaluate():
+        evaluator.state.metrics["accuracy"] = next(scores)
+        evaluator.run([0])
+
+    assert trainer.run([0], max_epochs=5).epoch == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"score_function": len, "score_name": "accuracy"}])
+def test_a_score_is_given_once(options):
+    with pytest.raises(ValueError, match="score_function or score_name"):
+        EarlyStopping(2, trainer=Engine(lambda engine, batch: None), **options)

@@ -14,6 +14,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
+import torch
+
 from camshaft.arguments import check_callable, check_is_no_class, check_text, check_type, described
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank
@@ -322,6 +324,8 @@ class Checkpoint(Serializable):
         warns = writes and (save_on_rank != "node" or get_rank() == 0)
         if warns:
             self._warn_of_repeated_step(priority, engine)
+            if self._last_save is None:
+                self._warn_of_schedules()
         by_score, ties_win = self.score_function is not None, self.greater_or_equal
         after = retained(
             self._saved, Item(priority, filename), self.n_saved, by_score=by_score, ties_win=ties_win, always=always
@@ -543,6 +547,23 @@ class Checkpoint(Serializable):
             hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep several"
             text = f"the last checkpoint was overwritten on {engine.last_event_name!r}: {why}; {hint}"
             warnings.warn(text, stacklevel=level_of_caller())
+
+    def _warn_of_schedules(self) -> None:
+        """Warn of schedules and scalers that a resumed run would start anew: they are not saved with the optimizer."""
+        saved = list(self._objects())
+        optimizers = {id(one) for one in saved if isinstance(one, torch.optim.Optimizer)}
+        for engine in (one for one in saved if optimizers and isinstance(one, Engine)):
+            drivers = [getattr(engine.state, "scaler", None)]
+            for registration in engine.registrations():
+                owned = getattr(registration.handler, "optimizer", None)
+                if optimizers.intersection(map(id, owned if isinstance(owned, list) else [owned])):
+                    drivers.append(registration.handler)
+            for driver in drivers:
+                if hasattr(driver, "load_state_dict") and not any(driver is one for one in saved):
+                    name = type(driver).__name__
+                    problem = f"to_save has an optimizer, but not the {name} that drives it"
+                    hint = f"add the {name} to to_save, or a resumed run starts it anew"
+                    warnings.warn(f"{problem}: {hint}", stacklevel=level_of_caller())
 
     def _objects(self) -> Iterator[Any]:
         """Yield the objects that are saved."""

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from camshaft.engine import Engine, Events
-from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint, global_step_from_engine
+from camshaft.engine import Engine, Events, create_supervised_trainer
+from camshaft.handlers import Checkpoint, DiskSaver, LRScheduler, ModelCheckpoint, global_step_from_engine
 from camshaft.handlers.checkpoint import CheckpointEvents
 from tests.handlers.parts import Memory, Part, at, linear, load, names, weight
 from tests.ranks import on_ranks
@@ -694,3 +694,22 @@ def test_scores_and_the_record_work_as_in_a_checkpoint(tmp_path):
     a, other = Part(), ModelCheckpoint(tmp_path, require_empty=False, score_name="accuracy")
     Checkpoint.load_objects({"a": a, "checkpointer": other}, handler.last_checkpoint)
     assert (a.value, other.last_checkpoint) == (0.75, handler.last_checkpoint)
+
+
+def scheduled(saves_schedule, folder):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, torch.nn.MSELoss())
+    schedule = LRScheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    trainer.add_event_handler(Events.ITERATION_STARTED, schedule)
+    to_save = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    to_save |= {"schedule": schedule} if saves_schedule else {}
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, Checkpoint(to_save, folder))
+    trainer.run([(torch.ones(1, 1), torch.ones(1, 1))] * 2)
+
+
+def test_a_schedule_that_is_not_saved_with_its_optimizer_is_named_once(tmp_path):
+    with pytest.warns(UserWarning, match="not the LRScheduler that drives it: add the LRScheduler to to_save") as seen:
+        scheduled(False, tmp_path / "without")
+    assert len(seen) == 1
+    scheduled(True, tmp_path / "with")
