@@ -24,6 +24,9 @@ from camshaft.types import Stateful
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
 
+Place = tuple[int, int, int | None]
+"""The number of a pass, batches of it, and the batches of an epoch, if known."""
+
 _SILENT = Plan(None, None)
 _REREAD = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers of torch that restart with each pass
 _DEEPEST = 8  # nested batch samplers; limited, because an object that invents attributes has no end
@@ -48,12 +51,17 @@ class Source:
         self.data = data
         self.is_past = self.saves_itself or isinstance(data, Iterator)
 
-    def seek(self, position: Position | None, epoch_length: int | None) -> tuple[int, int, int | None] | None:
-        """Find a position in data that now have more or fewer batches per epoch than when it was saved.
+    def seek(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
+        """Find a position in data that now have other batches than when it was saved.
+
+        Args:
+            position: the position.
+            epoch_length: the batches of an epoch when it was saved.
+            done: those done in the epoch, which are those of the pass unless epochs are no passes.
 
         Returns:
             The number of the pass, the batches of it before the position, and the new length of an epoch, if it is
-            known; ``None`` if the length has not changed.
+            known; ``None`` if nothing has changed.
 
         Raises:
             ValueError: the position is one in other data.
@@ -103,15 +111,16 @@ class Seekable(Source):
         self._sampler = exact_batches(data)
         self._pass: dict[str, Any] = {}  # which others that read the same loader do not change
 
-    def seek(self, position: Position | None, epoch_length: int | None) -> tuple[int, int, int | None] | None:
-        """Find a position in data that now have more or fewer batches per epoch than when it was saved."""
+    def seek(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
+        """Find a position in data that now have other batches than when it was saved."""
         if position is None or "consumed" not in position:
             return None
-        number, done = self._sampler.seek(position)
+        number, left_out = self._sampler.seek(position)
         length = length_of(self.data)
-        if length is None or epoch_length != position["steps"] or length == epoch_length:
+        if length is None or epoch_length != position["steps"]:
             return None
-        return number, done, length
+        is_of_epoch = position.get("batches") == done  # else epochs are no longer passes, as after a handled error
+        return None if length == epoch_length and not is_of_epoch else (number, left_out, length)
 
     def open(self, position: Position | None = None) -> tuple[Iterator[Any], int]:
         """Start a pass, at a position or from the beginning."""
@@ -122,8 +131,8 @@ class Seekable(Source):
 
     def position(self, number: int, batches: int, length: int | None, over: bool) -> Position | None:
         """Return a place in the pass, in samples of all ranks, which any number of ranks can continue from."""
-        position: Position = self._sampler.position(batches, over=over, **self._pass)
-        return position
+        position: dict[str, Any] = self._sampler.position(batches, over=over, **self._pass)
+        return {**position, "batches": batches if position["consumed"] else 0}
 
     def share(self, batch: int) -> float:
         """Return the size of a batch of the pass on this rank over the mean of those on all ranks."""
@@ -164,9 +173,9 @@ class Skipped(Source):
         size = getattr(data, "total_batch_size", None) or getattr(data, "batch_size", None)
         self._size = size if type(size) is int and length_of(data) is None else None  # samples of all ranks
 
-    def seek(self, position: Position | None, epoch_length: int | None) -> tuple[int, int, int | None] | None:
+    def seek(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
         """Find a position in batches of another size; their number per epoch is not known before the first pass."""
-        super().seek(position, epoch_length)
+        super().seek(position, epoch_length, done)
         if position is None or position.get("size") in (None, self._size):
             return None
         return position["epoch"], self._batches_before(position), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -14,7 +14,7 @@ from camshaft.engine import Engine, Events
 from camshaft.engine.loop import Phase
 from tests.threads import run_on_threads
 
-SIZE = 7
+SIZE = 11
 
 
 def loader(batch_size: int) -> Any:
@@ -135,6 +135,7 @@ parts = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(parts, min_size=1, max_size=4))
+@example([(1, 1, 3), (3, 1, 1), (1, 4, 1)])  # the rest has fewer steps than those of a whole epoch of the same length
 def test_a_run_may_continue_on_any_number_of_ranks_with_batches_of_any_size(parts: list[tuple[int, int, int]]) -> None:
     """Each part has a number of ranks, a batch size per rank, and the iterations until it is stopped."""
     state: Any = None
