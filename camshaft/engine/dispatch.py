@@ -133,13 +133,14 @@ def _find_form(
     if isinstance(owner := getattr(handler, "__self__", None), LRScheduler):  # its epoch would be the engine
         problem = f"handler must not be a method of a torch scheduler, got {described(handler)}"
         raise TypeError(f"{problem}{_alternative(owner)}")
+    makes_handlers = isinstance(handler, type) and any("__call__" in vars(base) for base in handler.__mro__)
     try:
         signature = inspect.signature(handler)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the signature of handler {handler!r} cannot be read: wrap it in a function") from error
     extra, keywords = EXTRA_ARGUMENTS.get(event, ((), {}))
     for takes_keywords in (True, False) if keywords else (False,):
-        for takes_engine in (True, False):
+        for takes_engine in (True, False) if not makes_handlers else ():
             engine = (None,) if takes_engine else ()
             try:
                 signature.bind(*engine, *extra, *args, **{**kwargs, **(keywords if takes_keywords else {})})
