@@ -132,8 +132,8 @@ def test_detaching_restores_the_engine(profiler):
         }
 
     engine = Engine(lambda engine, batch: None)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, Own)
-    engine.add_event_handler(Events.EXCEPTION_RAISED, Own)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: None)
+    engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
     before = plans(engine)
     profiler.attach(engine)
     assert plans(engine) != before
