@@ -205,6 +205,7 @@ PUBLIC: dict[str, list[str]] = {
         "StepStateScheduler",
     ],
     "camshaft.handlers.time_profilers": ["BasicTimeProfiler", "HandlersTimeProfiler"],
+    "camshaft.handlers.utils": ["global_step_from_engine"],
     "camshaft.utils": [
         "apply_to_tensor",
         "apply_to_type",
