@@ -124,7 +124,7 @@ def resume(
         return length, inferred, progress.in_epochs_of(length, before)
     number, done, length = found
     epoch = progress.epoch + number - position["epoch"]
-    if done and not progress.done:  # the pass ended together with the epoch
+    if length is None and done and not progress.done:  # a pass of unknown length ended together with the epoch
         done, position = 0, {"epoch": number + 1, "batches": 0}
     progress = progress._replace(epoch=epoch, done=done, position=position)
     return length, inferred, progress

@@ -909,6 +909,23 @@ def test_a_batch_that_an_error_handler_abandoned_is_not_read_again(whole):
     assert recorder.seen == [*recorder.seen[:6], *resumed]
 
 
+def test_a_pass_that_outlives_its_epoch_is_continued_with_batches_of_another_size():
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: 1 / 0)
+    recorder.engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+    ends = []
+    recorder.engine.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda engine: ends.append((copy.deepcopy(engine.state_dict()), joined(recorder.seen)))
+    )
+    recorder.engine.run(loader(), max_epochs=3)
+    state, read = ends[1]  # the pass of the second epoch began in the first one, whose second batch was lost
+    assert state["iterations_in_epoch"] == 0
+    assert state["position"]["consumed"] > 0
+    resumed = joined(Recorder().resumed(state, loader(batch_size=2)))
+    rest = joined(recorder.seen)[len(read) :]
+    assert resumed[: SIZE - state["position"]["consumed"]] == rest[: SIZE - state["position"]["consumed"]]
+
+
 def test_a_resumed_epoch_that_is_ended_before_its_first_batch_is_followed_by_a_whole_one(whole):
     engine, seen = Engine(lambda engine, batch: seen[-1].append(batch.tolist())), []
     engine.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append([]))
