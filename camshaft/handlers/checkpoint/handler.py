@@ -553,7 +553,8 @@ class Checkpoint(Serializable):
         saved = list(self._objects())
         optimizers = {id(one) for one in saved if isinstance(one, torch.optim.Optimizer)}
         for engine in (one for one in saved if optimizers and isinstance(one, Engine)):
-            drivers = [getattr(engine.state, "scaler", None)]
+            scaler = getattr(engine.state, "scaler", None)
+            drivers = [scaler] if scaler is not None and scaler.is_enabled() else []
             for registration in engine.registrations():
                 owned = getattr(registration.handler, "optimizer", None)
                 if optimizers.intersection(map(id, owned if isinstance(owned, list) else [owned])):

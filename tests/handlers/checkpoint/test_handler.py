@@ -7,6 +7,7 @@ import inspect
 import math
 import warnings
 from collections import OrderedDict
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import numpy as np
@@ -713,3 +714,14 @@ def test_a_schedule_that_is_not_saved_with_its_optimizer_is_named_once(tmp_path)
         scheduled(False, tmp_path / "without")
     assert len(seen) == 1
     scheduled(True, tmp_path / "with")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_scaler_that_is_not_saved_is_named_if_it_is_enabled(tmp_path, is_enabled):
+    model = torch.nn.Linear(1, 1)
+    trainer = Engine(lambda engine, batch: None)
+    trainer.state.scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.add_event_handler(Events.COMPLETED, Checkpoint({"optimizer": optimizer, "trainer": trainer}, tmp_path))
+    with pytest.warns(UserWarning, match="not the GradScaler") if is_enabled else nullcontext():
+        trainer.run([1])
