@@ -133,14 +133,15 @@ def _find_form(
     if isinstance(owner := getattr(handler, "__self__", None), LRScheduler):  # its epoch would be the engine
         problem = f"handler must not be a method of a torch scheduler, got {described(handler)}"
         raise TypeError(f"{problem}{_alternative(owner)}")
-    makes_handlers = isinstance(handler, type) and any("__call__" in vars(base) for base in handler.__mro__)
+    if isinstance(handler, type) and any("__call__" in vars(base) for base in handler.__mro__):
+        raise _class_for_object(handler)
     try:
         signature = inspect.signature(handler)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the signature of handler {handler!r} cannot be read: wrap it in a function") from error
     extra, keywords = EXTRA_ARGUMENTS.get(event, ((), {}))
     for takes_keywords in (True, False) if keywords else (False,):
-        for takes_engine in (True, False) if not makes_handlers else ():
+        for takes_engine in (True, False):
             engine = (None,) if takes_engine else ()
             try:
                 signature.bind(*engine, *extra, *args, **{**kwargs, **(keywords if takes_keywords else {})})
@@ -148,7 +149,7 @@ def _find_form(
                 continue
             return takes_engine, takes_keywords
     if isinstance(handler, type):
-        raise ValueError(f"handler must be an object, got {described(handler)}: pass {handler.__name__}(...) instead")
+        raise _class_for_object(handler)
     given = [*("exception" for _ in extra), *map(shortened, args), *(f"{name}=..." for name in kwargs)]
     missing = [
         name
@@ -164,6 +165,10 @@ def _find_form(
         f"handler {name_of(handler)}{without_annotations(signature)} cannot be called on {event!r}, which passes "
         f"({', '.join(['engine', *given])}) or ({', '.join(given)}){hint}"
     )
+
+
+def _class_for_object(handler: type) -> ValueError:
+    return ValueError(f"handler must be an object, got {described(handler)}: pass {handler.__name__}(...) instead")
 
 
 def _alternative(handler: Any) -> str:

@@ -374,7 +374,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
         state = self.state
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
-        target = target_after(state, request, self._inferred)
+        target = (None, None) if self._run is None else target_after(state, request, self._inferred)
         if self._run is not None and target != (None, None):
             check_length(state, request)
             state.max_epochs, state.max_iters = target

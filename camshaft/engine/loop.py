@@ -262,7 +262,7 @@ class Run:
                         return None
                     state = engine._state
                 state.batch = batch
-                self.fetched = begun + 1
+                self.fetched = following = begun + 1
                 batch = state._output = None  # nothing else keeps the batch and the output alive
                 if not data.fetched.since < state.iteration < data.fetched.due:
                     data.fetched.fire(engine)
@@ -270,7 +270,7 @@ class Run:
                     yield
                 state = engine._state
                 state.iteration = iteration = state.iteration + 1
-                begun = begun + 1
+                begun = following
                 engine.last_event_name = starting_event
                 if not starting.since < iteration < starting.due:
                     starting.fire(engine)
