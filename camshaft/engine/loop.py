@@ -417,7 +417,7 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     error = activity.explained(error)
     activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
     if engine._stops.get(Stop.ERROR) is error:
-        del engine._stops[Stop.ERROR]  # it has been raised
+        pass
     annotate(
         error,
         f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {engine.last_event_name!r}",
