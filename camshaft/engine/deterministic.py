@@ -239,6 +239,7 @@ class DeterministicEngine(Engine[Batch, Output]):
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         super().__init__(process_function)
         self.state_dict_user_keys.append("rng_states")
+        self.surround(lambda engine: _deterministic_algorithms())
         self.state.rng_states = None
 
     @property
@@ -263,10 +264,6 @@ class DeterministicEngine(Engine[Batch, Output]):
     def _start(self, start: Start) -> None:
         super()._start(start)
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
-
-    def _proceed(self) -> None:
-        with _deterministic_algorithms():
-            super()._proceed()
 
 
 _NOTHING: Any = object()

@@ -393,14 +393,6 @@ class Dispatcher:
             plan.add(registration)
         return tuple(registration.serial for _, registration in added)
 
-    def never_due(self, state: Any) -> Any:
-        """Return an event whose filter by count accepts no epoch of a run of one epoch, as given, or ``None``."""
-        for event in (Events.STARTED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED):
-            for one in self.plans[event].registrations:
-                if one.filter is not None and not one.filter(None, int(event is not Events.STARTED)):
-                    return event(one.filter)
-        return None
-
     def _counter_of(self, event: Any) -> str | None:
         """Return the attribute that counts an event; users may add theirs to those of ``State`` at any time."""
         return self.counters.get(event, State.event_to_attr.get(event))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -136,7 +135,6 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
         self._is_traced = False  # whether each firing is logged
         self._had_batches = self._is_exhausted = False  # whether an earlier run had any, and has read the present data
-        self._short_runs = 0  # new runs of one epoch, one after the other
         # Values in the state that the engine inferred. The user did not request them: they do not bind the next run.
         self._inferred: dict[str, int | None] = {}
 
@@ -385,7 +383,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         else:
             if request.data is None and self._needs_data:
                 raise ValueError(f"data must be given to {type(self).__name__}, got None")
-            start = plan(state, self._progress_for(request.data), request, self._inferred)
+            start = plan(state, self._kept(), request, self._inferred)
             # A job that had finished was started again. What another engine runs, such as an evaluator, is not a job.
             if start is None and outermost_engine() is None:
                 warnings.warn(
@@ -411,14 +409,6 @@ class Engine(Serializable, Generic[Batch, Output]):
         if start.is_new:
             self._had_batches = state.iteration > 0
             self._is_exhausted = isinstance(start.data, Iterator) and start.data is state.dataloader
-            self._short_runs = self._short_runs + 1 if start.max_epochs == 1 else 0
-            if self._short_runs > 1 and (never := self._dispatcher.never_due(state)):
-                self._short_runs = -sys.maxsize  # warn once
-                warnings.warn(
-                    f"handlers of {never!r} never run: filters count the epochs of a run, and each run of this engine "
-                    "has one; use an event of the engine that starts these runs, or a function as event_filter",
-                    stacklevel=level_of_caller(),
-                )
         if start.progress.lost:
             warnings.warn(f"the run resumes after an error, which has lost {start.progress.lost}", stacklevel=3)
         self._discard_run()
@@ -444,15 +434,6 @@ class Engine(Serializable, Generic[Batch, Output]):
         done = state.iteration % state.epoch_length if state.epoch_length else 0
         return Progress(state.epoch, state.iteration, done, origin=Origin.COUNTERS)
 
-    def _progress_for(self, data: Iterable[Any] | None) -> Progress:
-        """Return the progress from which a run over ``data`` resumes."""
-        progress, state = self._kept(), self.state
-        if progress.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
-            return Progress(state.epoch, state.iteration)
-        if progress.origin is Origin.FAILED and data is not state.dataloader and not source_of(data).can_seek:
-            return progress._replace(position=None)
-        return progress
-
     def _log_resuming(self, length_before: int | None) -> None:
         state = self.state
         if length_before not in (None, state.epoch_length):
@@ -470,9 +451,16 @@ class Engine(Serializable, Generic[Batch, Output]):
             outer = activity.begin(self)
             if outer is not None:
                 outer._pass_on_error(self)
-        has_ended = True
+        run.is_active = has_ended = True
+        error: BaseException | None = None
         try:
-            has_ended, error = run.proceed()
+            try:
+                next(run.generator)
+                has_ended = False
+            except StopIteration as end:
+                error = end.value
+            finally:
+                run.is_active = False
             if error is not None:
                 raise error
             if has_ended:

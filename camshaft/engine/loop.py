@@ -124,17 +124,6 @@ class Run:
             engine._dispatcher.plans[event].replan()  # whose count may be that of the last run's last fetch
         self.generator = self._run()
 
-    def proceed(self) -> tuple[bool, BaseException | None]:
-        """Run to the next pause or to the end; return whether it is the end, and the error that ended it, if any."""
-        self.is_active = True
-        try:
-            next(self.generator)
-        except StopIteration as end:
-            return True, end.value
-        finally:
-            self.is_active = False
-        return False, None
-
     # --- the run -------------------------------------------------------------------------------------------
 
     def _run(self) -> Pauses:
@@ -146,14 +135,14 @@ class Run:
         try:
             try:
                 self._fire(Events.STARTED)
-                if self._act_on_stops():
+                if stops and self._act_on_stops():
                     yield
                 while not is_done(engine.state):
                     iteration, epoch_began, is_cut = engine.state.iteration, perf_counter(), False
                     self._begin_epoch()
                     try:
                         self._fire(Events.EPOCH_STARTED)
-                        if self._act_on_stops():
+                        if stops and self._act_on_stops():
                             yield
                         if self.data.iterator is None:
                             skipped = self.data.open()
@@ -169,14 +158,16 @@ class Run:
                     self.in_epoch = self.is_accumulating = self.is_leaving = False
                     self.data.end_epoch(self.begun)
                     if is_cut:
-                        self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.begun)
+                        engine._dispatcher.plans[Events.TERMINATE_SINGLE_EPOCH].fire_with(
+                            engine, iter_counter=self.begun
+                        )
                     engine.state.times["EPOCH_COMPLETED"] = perf_counter() - epoch_began
                     if stops.pop(Stop.EPOCH, None) != "skip_epoch_completed":
                         self._fire(Events.EPOCH_COMPLETED)
                         seconds = engine.state.times["EPOCH_COMPLETED"] = perf_counter() - epoch_began
                         engine.logger.info("Epoch[%d] Complete. Time taken: %s", engine.state.epoch, elapsed(seconds))
                         stops.pop(Stop.EPOCH, None)  # too late for this epoch, and not meant for the next
-                    if self._act_on_stops():
+                    if stops and self._act_on_stops():
                         yield
                     if not is_cut and engine.state.iteration == iteration and engine.state.max_epochs is None:
                         self._warn_that_data_ran_out()  # the target in iterations cannot be reached any more
@@ -292,8 +283,8 @@ class Run:
         except Exception as error:
             return self._report(error)
 
-    def _fire(self, event: Events, **keywords: Any) -> None:
-        self.engine._dispatcher.plans[event].fire_with(self.engine, **keywords)
+    def _fire(self, event: Events) -> None:
+        self.engine._dispatcher.plans[event].fire(self.engine)
 
     def _act_on_stops(self) -> bool:
         """Leave the run or the epoch if requested; return whether the run is to pause."""
@@ -417,7 +408,7 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     error = activity.explained(error)
     activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
     if engine._stops.get(Stop.ERROR) is error:
-        pass
+        del engine._stops[Stop.ERROR]  # it has been raised
     annotate(
         error,
         f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {engine.last_event_name!r}",

@@ -77,13 +77,17 @@ def plan(state: State[Any, Any], progress: Progress, request: Request, inferred:
 
     Args:
         state: of the engine, with the target of the last run or of a loaded state.
-        progress: from which the run would resume.
+        progress: of the last run, or of a loaded state.
         request: the arguments of ``run``.
         inferred: the numbers in the state that come from the data of an earlier run.
 
     Raises:
         ValueError: the arguments contradict the state, the data are empty, or the position is one in other data.
     """
+    if progress.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
+        progress = Progress(state.epoch, state.iteration)
+    elif progress.origin is Origin.FAILED and request.data is not state.dataloader:
+        progress = progress if source_of(request.data).can_seek else progress._replace(position=None)
     max_epochs, max_iters = target_after(state, request, inferred)
     if max_epochs is None and max_iters is None:
         return start_anew(state, request, inferred)

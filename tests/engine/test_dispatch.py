@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import pytest
@@ -489,39 +488,3 @@ def test_each_run_of_one_iteration_fetches_its_batch(engine):
     for _ in range(3):
         engine.run([1])
     assert counts == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        *(event(every=2) for event in (Events.COMPLETED, Events.EPOCH_COMPLETED, Events.EPOCH_STARTED)),
-        *(event(after=5) for event in (Events.STARTED, Events.COMPLETED, Events.EPOCH_COMPLETED, Events.EPOCH_STARTED)),
-        *(event(once=3) for event in (Events.STARTED, Events.COMPLETED, Events.EPOCH_COMPLETED, Events.EPOCH_STARTED)),
-    ],
-    ids=str,
-)
-def test_a_filter_by_epochs_that_never_accepts_a_run_of_an_evaluator_warns_once(engine, event):
-    engine.add_event_handler(event, lambda: 1 / 0)
-    engine.run([1])
-    with pytest.warns(UserWarning, match=rf"handlers of {re.escape(str(event))} never run"):
-        engine.run([1])
-    engine.run([1])
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        Events.STARTED(every=2),
-        Events.COMPLETED(once=1),
-        Events.EPOCH_COMPLETED(before=3),
-        Events.ITERATION_COMPLETED(every=2),
-    ],
-    ids=str,
-)
-def test_other_filters_and_runs_do_not_warn(engine, event):
-    engine.add_event_handler(event, lambda: None)
-    for _ in range(3):
-        engine.run([1])
-    for _ in range(3):
-        engine.add_event_handler(Events.EPOCH_COMPLETED(every=2), lambda: None)
-        engine.run([1], max_epochs=2)

@@ -223,8 +223,8 @@ def test_iterations_over_unsized_data_derive_the_epochs_for_this_target_only():
     engine.run(Sizeless(1, 2, 3), max_iters=7)
     assert trace.take() == flat(f"S ES {IT} {IT} {IT} GS EC · ES {IT_AGAIN} {IT} {IT} EC · ES {IT_AGAIN} T C")
     assert (engine.state.max_iters, engine.state.max_epochs) == (7, 3)
-    engine.run(Sizeless(1, 2, 3), max_iters=9)  # what is derived is no change of the kind of target
-    assert (engine.state.iteration, engine.state.max_iters, engine.state.max_epochs) == (9, 9, 3)
+    engine.run(Sizeless(1, 2, 3), max_iters=10)  # what is derived is no change of the kind of target
+    assert (engine.state.iteration, engine.state.max_iters, engine.state.max_epochs) == (10, 10, 4)
     engine.state.max_iters = None
     engine.run([1, 2], max_epochs=2)
     assert counts(engine) == (2, 4, 2)

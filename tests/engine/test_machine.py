@@ -127,7 +127,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=100, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 parts = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
