@@ -9,6 +9,7 @@ import logging
 import random
 import warnings
 import weakref
+from functools import partial
 from io import BytesIO
 
 import numpy
@@ -37,7 +38,7 @@ from tests.engine.loaders import (
     progress,
     saved_at_every_iteration,
 )
-from tests.engine.traces import SHORT, Sizeless, Trace, at, at_position, echo, unsized
+from tests.engine.traces import Sizeless, Trace, at, at_position, echo, unsized
 from tests.threads import on_threads
 
 # === Samplers, seeds and random states ===
@@ -73,13 +74,6 @@ def test_an_updated_loader_takes_its_batches_from_the_new_sampler_and_keeps_the_
     assert [getattr(updated, name) for name in KEPT] == [getattr(loader, name) for name in KEPT]
     assert (updated.batch_sampler, updated.batch_size, updated.drop_last, len(updated)) == (new, None, False, 1)
     assert list(updated) == [[4, 0, 2]]
-
-
-def test_the_loader_that_was_updated_stays_as_it_was():
-    loader = loader_of(4, sampler="distributed")
-    before = dict(vars(loader))
-    list(update_dataloader(loader, sampler_of([0])))
-    assert vars(loader) == before
 
 
 def test_loaders_of_every_class_and_with_attributes_of_their_own_can_be_updated():
@@ -142,7 +136,7 @@ def ignite():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("resumed_at", [0, 1, 3, 7])
+@pytest.mark.parametrize("resumed_at", [0, 3, 7])
 def test_the_order_for_a_seed_is_that_of_pytorch_ignite(workers, resumed_at, ignite):
     def drawn_by(kind):
         seen = []
@@ -333,43 +327,23 @@ def compare(make_data, prepare=lambda engine: None, runs=1, **arguments):
     assert traces[0][0]
 
 
-@pytest.mark.parametrize(
-    "make_data", [lambda: list(DATA_RUN), lambda: Sizeless(*DATA_RUN), lambda: DataLoader(DATA_RUN)]
-)
-@pytest.mark.parametrize(
-    "arguments", [{"max_epochs": 2}, {"max_epochs": 2, "epoch_length": 2}, {"max_iters": 5}, {"max_iters": 6}], ids=str
-)
-def test_events_come_in_the_same_order(make_data, arguments):
-    compare(make_data, **arguments)
+def request(name, **options):
+    return lambda engine: getattr(engine, name)(**options)
 
 
-def test_a_generator_gives_one_pass():
-    with pytest.warns(UserWarning, match="the data ran out in epoch 2 after 3 iterations"):
-        compare(lambda: unsized(DATA_RUN), max_epochs=2)
-
-
-@pytest.mark.parametrize("event", [event for event in SHORT if event not in (Events.TERMINATE, Events.INTERRUPT)])
-@pytest.mark.parametrize("firing", [1, 2])
-@pytest.mark.parametrize("skipping", [False, True])
-def test_it_ends_where_requested(event, firing, skipping):
-    compare(
-        lambda: list(DATA_RUN), lambda engine: at(engine, event, lambda e: e.terminate(skipping), firing), max_epochs=2
-    )
-
-
-@pytest.mark.parametrize("event", list(SHORT)[1:8])
-@pytest.mark.parametrize("firing", [1, 2])
-@pytest.mark.parametrize("skipping", [False, True])
-def test_an_epoch_ends_where_requested(event, firing, skipping):
-    def prepare(engine):
-        at(engine, event, lambda engine: engine.terminate_epoch(skipping), firing)
-
-    compare(lambda: list(DATA_RUN), prepare, max_epochs=3)
-
-
-@pytest.mark.parametrize("position", range(0, 24, 3))
-def test_it_pauses_where_requested(position):
-    compare(lambda: list(DATA_RUN), lambda e: at_position(e, position, lambda e: e.interrupt()), runs=2, max_epochs=2)
+@pytest.mark.filterwarnings("ignore:the data ran out:UserWarning")
+def test_events_come_in_the_same_order_whatever_is_requested():
+    for make_data in (
+        lambda: list(DATA_RUN),
+        lambda: Sizeless(*DATA_RUN),
+        lambda: DataLoader(DATA_RUN),
+        lambda: unsized(DATA_RUN),
+    ):
+        for target in ({"max_epochs": 2}, {"max_epochs": 2, "epoch_length": 2}, {"max_iters": 5}):
+            compare(make_data, **target)
+    for position in range(1, 24):
+        for wish in (request("terminate"), request("terminate_epoch"), request("interrupt")):
+            compare(lambda: list(DATA_RUN), partial(at_position, position=position, action=wish), runs=2, max_epochs=2)
 
 
 @pytest.mark.parametrize("pause_at", range(1, 8))
@@ -500,7 +474,7 @@ ITERABLES = {
 
 
 @pytest.mark.filterwarnings(DRIFT)
-@pytest.mark.parametrize("length", [4, 3, 6], ids="epoch_length={}".format)
+@pytest.mark.parametrize("length", [4, 6], ids="epoch_length={}".format)
 @pytest.mark.parametrize("sampler", ALL_SAMPLERS)
 def test_every_iteration_and_epoch_can_be_resumed_from(sampler, length):
     def loader():
@@ -539,7 +513,7 @@ def test_workers_that_stay_can_be_resumed_from_too():
         assert batches_of(loader(), 3, resumed_from=progress(iteration, 3, 3)) == whole[iteration:]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     size=st.integers(1, 12),
     batch_size=st.integers(1, 5),
@@ -617,7 +591,7 @@ def test_a_loader_that_replaces_another_can_begin_anywhere_too():
 
 
 @pytest.mark.parametrize("kind", ITERABLES)
-@pytest.mark.parametrize("length", [3, 5, 7])
+@pytest.mark.parametrize("length", [3, 7])
 def test_data_without_a_sampler_are_read_up_to_the_place(kind, length):
     """So the random states come to be what they were, even if they were not saved."""
     make = ITERABLES[kind]
@@ -687,15 +661,6 @@ def test_augmentation_continues_in_the_middle_of_a_pass_with_the_random_states_s
     for iteration in range(8):
         state_dict = {**saved[iteration], "rng_states": stored(saved[iteration]["rng_states"])}
         assert batches_of(loader_of(8, augmented=True), 2, None, state_dict) == whole[iteration:]
-
-
-def test_a_saved_state_comes_back_from_a_safe_file_whole():
-    saved = saved_at_every_iteration(loader_of(8), 2)[1][5]
-    restored = through_a_file(dict(saved))
-    assert {**restored, "rng_states": None} == {**saved, "rng_states": None}
-    python, on_cpu, of_numpy = restored["rng_states"]
-    assert (python, of_numpy) == (saved["rng_states"][0], saved["rng_states"][2])
-    assert on_cpu.equal(saved["rng_states"][1])
 
 
 def test_random_states_of_the_beginning_of_a_pass_are_not_needed():

@@ -138,14 +138,13 @@ def test_after_a_run_that_a_user_ended_the_next_begins_a_window():
     check(model, DATA, [[0, 1], *[[0, 1], [2, 3], [4, 5]] * 2])
 
 
-@pytest.mark.parametrize("pause_at", range(1, 11))
-def test_a_pause_changes_nothing(pause_at):
-    def prepare(trainer):
-        at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.interrupt(), pause_at)
-
-    model, _, trainer = train(DATA[:5], 3, prepare=prepare, max_epochs=2)
-    trainer.run(DATA[:5], max_epochs=2)
-    check(model, DATA, [[0, 1, 2], [3, 4]] * 2)
+def test_a_pause_changes_nothing():
+    for pause_at in range(1, 11):
+        trainer, _ = trainer_of(model := Weighted(), 3)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=pause_at), trainer.interrupt)
+        trainer.run(DATA[:5], max_epochs=2)
+        trainer.run(DATA[:5], max_epochs=2)
+        check(model, DATA, [[0, 1, 2], [3, 4]] * 2)
 
 
 def test_a_pause_in_which_the_target_grows_leaves_the_mean_a_mean():
@@ -506,19 +505,19 @@ def check_ranks(results, weights, exchanges, num_steps, **tolerance):
     assert (counts[0], len(counts[1]), counts[2]) == (exchanges, num_steps, True)
 
 
-@pytest.mark.parametrize("weighed", [False, True], ids=["even batches", "uneven batches by weight"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_step_like_one_process_on_all_their_batches(case, weighed):
+def test_two_ranks_step_like_one_process_on_all_their_batches(case):
     arguments, windows, exchanges = CASES[case]
-    sizes, options = (UNEVEN_RANKS, {"batch_weight": samples}) if weighed else (SIZES, {})
-    results = run_on_ranks(2, on_a_rank, sizes, **arguments, **options)
-    check_ranks(results, expected(union(sizes, windows)), exchanges, len(windows))
+    results = run_on_ranks(2, on_a_rank, SIZES, **arguments)
+    check_ranks(results, expected(union(SIZES, windows)), exchanges, len(windows))
 
 
-def test_weights_may_be_tensors_and_batches_need_no_window_to_be_weighed():
-    results = run_on_ranks(2, on_a_rank, UNEVEN_RANKS, 1, batch_weight=all_tokens)
-    windows = [[index] for index in range(6)] * 2
-    check_ranks(results, expected(union(UNEVEN_RANKS, windows)), 12, 12)
+@pytest.mark.parametrize("case", ["each batch", "a shorter last window", "unknown length", "an error swallowed"])
+def test_batches_of_different_sizes_are_weighed_over_all_ranks(case):
+    each = ({"size": 1}, [[index] for index in range(6)] * 2, 12)
+    arguments, windows, exchanges = CASES.get(case, each)
+    results = run_on_ranks(2, on_a_rank, UNEVEN_RANKS, **arguments, batch_weight=all_tokens)
+    check_ranks(results, expected(union(UNEVEN_RANKS, windows)), exchanges, len(windows))
 
 
 @pytest.mark.parametrize("action", [None, "end epoch"])
