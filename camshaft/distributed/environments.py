@@ -35,6 +35,7 @@ _VARIABLES = {
     "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # and its derivatives, such as Intel MPI
 }
+_LAUNCHERS = ("horovodrun", "openmpi", "mpich")  # with variables of their own, from the inside out
 _HOSTS = {"horovodrun": "HOROVOD_HOSTNAME", "openmpi": "PMIX_HOSTNAME", "mpich": "PMI_HOSTNAME"}
 _TORCHRUN_MODULES = ("-m", "torch.distributed.run"), ("-m", "torch.distributed.launch")
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # the script of sbatch, the shell of salloc
@@ -68,7 +69,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     # a process that a worker of torchrun started may have only the id of the run
     if "TORCHELASTIC_RUN_ID" in environ and any(name in environ for name in _PLACE):
         return read("torchrun", environ)
-    launch = next(filter(None, (read(launcher, environ) for launcher in _HOSTS)), None)
+    launch = next(filter(None, (read(launcher, environ) for launcher in _LAUNCHERS)), None)
     needed = _RENDEZVOUS if launch is None else _PLACE
     if (launch := launch or _read_slurm(environ)) is None:
         return read("environment", environ)
@@ -162,7 +163,7 @@ def read(launcher: str, environ: Mapping[str, str]) -> Launch | None:
     ... ).topology.world_size
     2
     """
-    names, is_of_torch = _VARIABLES[launcher], launcher not in _HOSTS
+    names, is_of_torch = _VARIABLES[launcher], launcher not in _LAUNCHERS
     required = _PLACE if is_of_torch else names[:2]
     if launcher == "mpich" and "MPI_LOCALRANKID" not in environ and "SLURM_STEP_ID" in environ:
         return None  # srun --mpi=pmi2 sets these as well, and Slurm's own variables contain more

@@ -4,7 +4,6 @@ from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import CallableEventWithFilter, EventEnum, Events, EventsList, RemovableEventHandle
 from camshaft.engine.state import State
-from camshaft.engine.step import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
 from camshaft.engine.supervised import (
     create_supervised_evaluator,
     create_supervised_trainer,
@@ -15,6 +14,7 @@ from camshaft.engine.supervised import (
     supervised_training_step_apex,
     supervised_training_step_tpu,
 )
+from camshaft.engine.supervised import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
 from camshaft.tree import convert_tensor
 
 __all__ = [

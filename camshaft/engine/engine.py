@@ -21,7 +21,7 @@ from camshaft.engine.events import (
     EventsList,
     RemovableEventHandle,
 )
-from camshaft.engine.loop import Phase, Run, Stop, StopFlag
+from camshaft.engine.loop import Pending, Phase, Run, StopFlag
 from camshaft.engine.plan import (
     Request,
     Start,
@@ -124,7 +124,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self.state_dict_user_keys: list[str] = []
         self._process_function = process_function
         self._dispatcher = Dispatcher()
-        self._stops: dict[Stop, Any] = {}
+        self._pending: dict[Pending, Any] = {}
         self._terminated_by = ""  # for the record of runs that ended early
         self.run_line, self.run_number, self.run_thread = "", 0, 0  # of the last call of run, see camshaft.activity
         self._state: State[Batch, Output] = State()
@@ -295,9 +295,9 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     # --- stop requests -------------------------------------------------------------------------------------
 
-    should_terminate = StopFlag(Stop.RUN, "skip_completed")
-    should_terminate_single_epoch = StopFlag(Stop.EPOCH, "skip_epoch_completed")
-    should_interrupt = StopFlag(Stop.PAUSE)
+    should_terminate = StopFlag(Pending.STOP, "skip_completed")
+    should_terminate_single_epoch = StopFlag(Pending.STOP_EPOCH, "skip_epoch_completed")
+    should_interrupt = StopFlag(Pending.PAUSE)
 
     def terminate(self, skip_completed: bool = False, *, on_all_ranks: bool = False) -> None:
         """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless it is skipped.
@@ -377,7 +377,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             check_length(state, request)
             state.max_epochs, state.max_iters = target
             state.epoch_length = state.epoch_length or request.epoch_length
-            if request.data is not None and not self._run.data.has_started:
+            if request.data is not None and not self._run.passes.has_started:
                 state.dataloader = request.data
             self._log_resuming(state.epoch_length)
         else:
@@ -419,7 +419,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             self.logger.info("Engine run starting with %s", target_of(state))
         else:
             self._log_resuming(before)
-        self._stops.clear()
+        self._pending.clear()
         self._keep(start.progress)
         self._run = Run(self)
 
@@ -464,7 +464,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             if error is not None:
                 raise error
             if has_ended:
-                run.data.source.completed_by_all(self.run_number, run.final_progress(), None)
+                run.passes.source.completed_by_all(self.run_number, run.final_progress(), None)
         finally:
             error = None  # its traceback holds this frame
             with activity.lock:
@@ -482,13 +482,13 @@ class Engine(Serializable, Generic[Batch, Output]):
         """
         with activity.lock:
             if self in activity.running:
-                activity.in_thread(self.run_thread)[-1]._stops[Stop.ERROR] = error
+                activity.in_thread(self.run_thread)[-1]._pending[Pending.ERROR] = error
 
     def _pass_on_error(self, other: Engine[Any, Any] | None) -> None:
         """Move the error that :meth:`raise_soon` left here to another engine, which raises it."""
-        error = self._stops.pop(Stop.ERROR, None)
+        error = self._pending.pop(Pending.ERROR, None)
         if error is not None and other is not None:
-            other._stops[Stop.ERROR] = error
+            other._pending[Pending.ERROR] = error
 
     def _discard_run(self) -> None:
         """Discard a paused run."""
@@ -519,7 +519,9 @@ class Engine(Serializable, Generic[Batch, Output]):
     @property
     def phase(self) -> Phase:
         """What the engine is doing, in any thread; see :class:`.Phase`."""
-        return Phase.IDLE if self._run is None else self._run.phase
+        if self._run is None:
+            return Phase.IDLE
+        return Phase.RUNNING if self._run.is_active else Phase.PAUSED
 
     @property
     def resumed_at(self) -> int | None:
@@ -579,7 +581,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         averaged over ranks, are then those of the mean loss of all samples of the iteration. The share is computed
         without communication, and is 1 in a single process and for data that do not define it.
         """
-        return 1.0 if self._run is None else self._run.data.share()
+        return 1.0 if self._run is None else self._run.passes.share()
 
     @property
     def in_step(self) -> bool:
@@ -624,7 +626,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         if self._run is None or not self._run.in_step:
             function(self)
         else:
-            self._stops.setdefault(Stop.DUE, {})[function] = True
+            self._pending.setdefault(Pending.DUE, {})[function] = True
 
     def change_epoch_length(self, length: int) -> None:
         """Change the length of epochs, in ``EPOCH_STARTED``."""
@@ -644,7 +646,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         if self._run is None:
             self._next_data = data
         else:
-            self._run.data.replace(data)
+            self._run.passes.replace(data)
 
     # --- saving and loading --------------------------------------------------------------------------------
 
@@ -681,7 +683,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             warnings.warn(f"the state is saved while a step is open: {what}{hint}", stacklevel=level_of_caller())
         progress = kept
         if self._run is not None:
-            source = self._run.data.present_source()
+            source = self._run.passes.present_source()
             progress = source.completed_by_all(self.run_number, self._run.progress(), self._progress)
         target = "max_epochs" if state.max_iters is None else "max_iters"
         saved: OrderedDict[str, Any] = OrderedDict(epoch_length=state.epoch_length, iteration=progress.iteration)

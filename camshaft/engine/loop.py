@@ -17,6 +17,9 @@
 
 Stop requests take effect after each of these events except the last: ``TERMINATE`` or ``TERMINATE_SINGLE_EPOCH`` fires
 on the way out of the run or the epoch, ``INTERRUPT`` before a pause. The run is a generator; a pause is a ``yield``.
+
+An exception in an iteration that handlers of ``EXCEPTION_RAISED`` swallow leaves out the rest of the epoch, as in
+PyTorch-Ignite; anywhere else, and for a ``KeyboardInterrupt`` everywhere, it ends the run.
 """
 
 from __future__ import annotations
@@ -46,45 +49,42 @@ class Phase(Enum):
     """What an engine is doing."""
 
     IDLE = auto()  # it was not run yet, or its run has ended
+    RUNNING = auto()
     PAUSED = auto()  # after an interrupt, until the next call of run
-    BETWEEN = auto()  # before, between, or after epochs
-    EPOCH = auto()  # in an epoch, between iterations
-    STEP = auto()  # in an iteration, or in a window of accumulated gradients
-    LEAVING = auto()  # the run ends, fails, or pauses now, so that an open step may never end
 
 
-class Stop(Enum):
-    """What a running engine was requested to stop; the request takes effect after the current event."""
+class Pending(Enum):
+    """What is to happen after the current event; in one mapping, so that the loop has one thing to test."""
 
-    RUN = auto()
-    EPOCH = auto()
+    STOP = auto()  # the run ends
+    STOP_EPOCH = auto()
     PAUSE = auto()
-    ERROR = auto()  # to raise an error that another thread has left; its value is the error
-    DUE = auto()  # nothing; its value holds the functions to call once no step is open
+    ERROR = auto()  # another thread has left an error, the value, to be raised here
+    DUE = auto()  # functions, the value, are called once no step is open
 
 
 class StopFlag:
     """Attribute of an engine that shows and sets a stop request: ``False``, ``True``, or which event to skip."""
 
-    def __init__(self, stop: Stop, *skips: str) -> None:
-        self._stop = stop
+    def __init__(self, kind: Pending, *skips: str) -> None:
+        self._kind = kind
         self._allowed = (False, True, *skips)
 
     def __set_name__(self, kind: type, name: str) -> None:
         self._name = name
 
     def __get__(self, engine: Engine[Any, Any] | None, kind: type) -> Any:
-        return self if engine is None else engine._stops.get(self._stop, False)
+        return self if engine is None else engine._pending.get(self._kind, False)
 
     def __set__(self, engine: Engine[Any, Any], value: bool | str) -> None:
         if value not in self._allowed:
             raise TypeError(f"{self._name} must be one of {self._allowed}, got {value!r}")
         if value:
-            if self._stop is Stop.RUN:
+            if self._kind is Pending.STOP:
                 engine._terminated_by = f"terminate() at {line_of_caller()}"
-            engine._stops[self._stop] = value
+            engine._pending[self._kind] = value
         else:
-            engine._stops.pop(self._stop, None)
+            engine._pending.pop(self._kind, None)
 
 
 class StopRun(BaseException):
@@ -102,50 +102,53 @@ class Run:
         engine: the engine. Its state holds the targets of the run; it has kept the progress to start from.
 
     Attributes:
-        data: the current pass over the data.
-        completed: those whose process function has returned.
+        passes: the passes over the data.
+        fetched: iterations of the epoch for which a batch was fetched, which some data cannot return again.
+        completed: those whose process function has returned, so that they can be saved. Those that have begun, in
+            between, follow from the counter in the state, which a handler may set.
         is_accumulating: whether gradients wait for an iteration to come.
-        fetched: those for which a batch was fetched.
         in_epoch: whether an epoch has begun whose iterations are not over.
-        is_leaving: whether the run ends, fails, or pauses now.
+        is_leaving: whether the run is terminated, fails, or pauses now, so that an open step may never end.
         is_active: whether the run is being executed, and not paused.
         generator: executes the run up to the next pause.
     """
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
-        self.data = engine._passes(engine)
+        self.passes = engine._passes(engine)
         self.completed = self.fetched = 0
         self._before = 0  # iterations before the epoch
         self.is_accumulating = self.in_epoch = self.is_active = self.is_leaving = False
         self._has_epochs = False
         self._failed = self._warned = False
         for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
-            engine._dispatcher.plans[event].replan()  # whose count may be that of the last run's last fetch
+            engine._dispatcher.plans[
+                event
+            ].replan()  # they fire once a count, and the last run may have ended at this one
         self.generator = self._run()
 
     # --- the run -------------------------------------------------------------------------------------------
 
     def _run(self) -> Pauses:
         """Run to the target; return the error that must leave ``Engine.run``, if any."""
-        engine, stops = self.engine, self.engine._stops
+        engine, pending = self.engine, self.engine._pending
         began = perf_counter()
         engine.state.times = {"EPOCH_COMPLETED": 0.0, "COMPLETED": 0.0}
         is_terminated = False
         try:
             try:
                 self._fire(Events.STARTED)
-                if stops and self._act_on_stops():
+                if pending and self._act_on_pending():
                     yield
                 while not is_done(engine.state):
                     iteration, epoch_began, is_cut = engine.state.iteration, perf_counter(), False
                     self._begin_epoch()
                     try:
                         self._fire(Events.EPOCH_STARTED)
-                        if stops and self._act_on_stops():
+                        if pending and self._act_on_pending():
                             yield
-                        if self.data.iterator is None:
-                            skipped = self.data.open()
+                        if self.passes.iterator is None:
+                            skipped = self.passes.open()
                             if engine.state.epoch_length is None:  # the epoch is this pass
                                 self._set_done(max(self.begun, skipped))
                         error = yield from self._iterations()
@@ -154,20 +157,20 @@ class Run:
                             return error
                     except StopEpoch:
                         is_cut = True
-                        self.data.cut(self.begun)
+                        self.passes.cut(self.begun)
                     self.in_epoch = self.is_accumulating = self.is_leaving = False
-                    self.data.end_epoch(self.begun)
+                    self.passes.end_epoch(self.begun)
                     if is_cut:
                         engine._dispatcher.plans[Events.TERMINATE_SINGLE_EPOCH].fire_with(
                             engine, iter_counter=self.begun
                         )
                     engine.state.times["EPOCH_COMPLETED"] = perf_counter() - epoch_began
-                    if stops.pop(Stop.EPOCH, None) != "skip_epoch_completed":
+                    if pending.pop(Pending.STOP_EPOCH, None) != "skip_epoch_completed":
                         self._fire(Events.EPOCH_COMPLETED)
                         seconds = engine.state.times["EPOCH_COMPLETED"] = perf_counter() - epoch_began
                         engine.logger.info("Epoch[%d] Complete. Time taken: %s", engine.state.epoch, elapsed(seconds))
-                        stops.pop(Stop.EPOCH, None)  # too late for this epoch, and not meant for the next
-                    if stops and self._act_on_stops():
+                        pending.pop(Pending.STOP_EPOCH, None)  # too late for this epoch, and not meant for the next
+                    if pending and self._act_on_pending():
                         yield
                     if not is_cut and engine.state.iteration == iteration and engine.state.max_epochs is None:
                         self._warn_that_data_ran_out()  # the target in iterations cannot be reached any more
@@ -182,12 +185,12 @@ class Run:
                 self._fire(Events.TERMINATE)
                 self._do_what_is_due()
             engine.state.times["COMPLETED"] = perf_counter() - began
-            if stops.get(Stop.RUN) != "skip_completed":
+            if pending.get(Pending.STOP) != "skip_completed":
                 self._fire(Events.COMPLETED)
                 engine.state.times["COMPLETED"] = perf_counter() - began
             self._raise_pending()
             engine.logger.info("Engine run complete. Time taken: %s", elapsed(perf_counter() - began))
-        except GeneratorExit:
+        except GeneratorExit:  # a paused run is discarded
             raise
         except BaseException as error:
             self._failed = True
@@ -196,114 +199,119 @@ class Run:
 
     def _report(self, error: BaseException) -> BaseException | None:
         self.is_leaving = True
-        self.engine._stops.pop(Stop.DUE, None)  # the step that it waited for does not end
+        self.engine._pending.pop(Pending.DUE, None)  # the step that it waited for does not end
         leaving = report(self.engine, error)
-        if leaving is None and self.in_epoch and self.fetched > self.begun:
-            self.data.lose()
+        if leaving is None and self.in_epoch and self.fetched > self.begun:  # no iteration has counted this batch
+            self.passes.lose()
         return leaving
 
     def _begin_epoch(self) -> None:
         engine = self.engine
-        self._set_done(0)
-        if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
-            progress = self.data.start = engine._kept()
+        if self._has_epochs:
+            self._set_done(0)
+        else:  # a handler of STARTED may have changed the counters, or loaded a state
+            progress = self.passes.start = engine._kept()
             continues = progress.origin is Origin.FAILED and isinstance(engine.state.dataloader, Iterator)
-            self.data.warns = progress.origin in (Origin.LOADED, Origin.FAILED) and not continues
+            self.passes.warns = progress.origin in (Origin.LOADED, Origin.FAILED) and not continues
             self._set_done(progress.done)
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
-        self.data.announce_if_over()
+        self.passes.set_epoch_if_over()
 
     def _iterations(self) -> Pauses:
-        """Run the iterations of one epoch. A plan fires only if one of its handlers may be due."""
-        engine, data, stops, step = self.engine, self.data, self.engine._stops, self.engine._process_function
-        starting = engine._dispatcher.plans[Events.ITERATION_STARTED]
-        completed = engine._dispatcher.plans[Events.ITERATION_COMPLETED]
+        """Run the iterations of one epoch.
+
+        While the count of an event is between ``since`` and ``due`` of its plan, none of its handlers is due.
+        """
+        engine, passes, pending = self.engine, self.passes, self.engine._pending
+        step = engine._process_function
+        before_step = engine._dispatcher.plans[Events.ITERATION_STARTED]
+        after_step = engine._dispatcher.plans[Events.ITERATION_COMPLETED]
         fetching_event, starting_event = Events.GET_BATCH_STARTED, Events.ITERATION_STARTED
         state, begun = engine._state, self.begun
         try:
             while True:
                 state.batch = None
                 engine.last_event_name = fetching_event
-                if not data.fetching.since < state.iteration < data.fetching.due:
-                    data.fetching.fire(engine)
-                if stops and self._act_on_stops():
+                if not passes.before_fetch.since < state.iteration < passes.before_fetch.due:
+                    passes.before_fetch.fire(engine)
+                if pending and self._act_on_pending():
                     yield
                 state = engine._state
-                batch = next(data.iterator, _END)  # type: ignore[arg-type]  # the pass is open
+                batch = next(passes.iterator, _END)  # type: ignore[arg-type]  # the pass is open
                 if batch is _END:
-                    data.ran_out()
+                    passes.ran_out()
                     if state.epoch_length is None:  # the epoch is this pass
-                        if not data.is_whole(begun):  # the run resumed in the middle of it, and read it again
-                            data.cut(begun)
+                        if not passes.is_whole(begun):  # the run resumed in the middle of it, and read it again
+                            passes.cut(begun)
                         elif begun:
                             engine._infer_epoch_length(begun)
                         else:
                             engine._report_that_data_are_empty()
-                            data.cut(0)
+                            passes.cut(0)
                         return None
-                    data.announce()
+                    passes.set_epoch()
                     self._fire(Events.DATALOADER_STOP_ITERATION)
-                    if stops and self._act_on_stops():
+                    if pending and self._act_on_pending():
                         yield
-                    data.open()
-                    batch = next(data.iterator, _END)  # type: ignore[arg-type]  # open() sets it
+                    passes.open()
+                    batch = next(passes.iterator, _END)  # type: ignore[arg-type]  # open() sets it
                     if batch is _END:
                         self._warn_that_data_ran_out()
                         return None
                     state = engine._state
                 state.batch = batch
-                self.fetched = following = begun + 1
+                self.fetched = begun + 1
                 batch = state._output = None  # nothing else keeps the batch and the output alive
-                if not data.fetched.since < state.iteration < data.fetched.due:
-                    data.fetched.fire(engine)
-                if stops and self._act_on_stops():
+                if not passes.after_fetch.since < state.iteration < passes.after_fetch.due:
+                    passes.after_fetch.fire(engine)
+                if pending and self._act_on_pending():
                     yield
                 state = engine._state
                 state.iteration = iteration = state.iteration + 1
-                begun = following
+                begun += 1
                 engine.last_event_name = starting_event
-                if not starting.since < iteration < starting.due:
-                    starting.fire(engine)
-                if stops and self._act_on_stops():
+                if not before_step.since < iteration < before_step.due:
+                    before_step.fire(engine)
+                if pending and self._act_on_pending():
                     yield
                 state = engine._state
                 state._output = step(engine, state.batch)
                 self.completed = begun
-                if not completed.since < state.iteration < completed.due:
-                    completed.fire(engine)
-                if stops and self._act_on_stops():
+                if not after_step.since < state.iteration < after_step.due:
+                    after_step.fire(engine)
+                if pending and self._act_on_pending():
                     yield
                 state = engine._state
                 if state.epoch_length is not None and begun >= state.epoch_length:
                     return None
                 if state.max_iters is not None and state.iteration >= state.max_iters:
-                    engine._stops[Stop.RUN] = True
+                    pending[Pending.STOP] = True  # in the middle of an epoch: the run is terminated
                     raise StopRun
         except Exception as error:
-            return self._report(error)
+            return self._report(error)  # None if it was handled, which ends the epoch
 
     def _fire(self, event: Events) -> None:
         self.engine._dispatcher.plans[event].fire(self.engine)
 
-    def _act_on_stops(self) -> bool:
+    def _act_on_pending(self) -> bool:
         """Leave the run or the epoch if requested; return whether the run is to pause."""
-        stops = self.engine._stops
+        pending = self.engine._pending
         self._raise_pending()
-        if Stop.DUE in stops and not self.in_step:
+        if Pending.DUE in pending and not self.in_step:
             self._do_what_is_due()
-        if Stop.RUN in stops:
+        if Pending.STOP in pending:
             raise StopRun
-        if Stop.EPOCH in stops:
+        if Pending.STOP_EPOCH in pending:
             if not self.in_epoch:
                 raise RuntimeError("terminate_epoch was called in STARTED, before the first epoch")
             raise StopEpoch
-        if Stop.PAUSE not in stops:
+        if Pending.PAUSE not in pending:
             return False
         self.is_leaving = True
         self._fire(Events.INTERRUPT)
         self.is_leaving = False
-        stops.pop(Stop.PAUSE, None)
+        pending.pop(Pending.PAUSE, None)
         self._raise_pending()
         return True
 
@@ -323,24 +331,15 @@ class Run:
         is_open = self.is_accumulating or self.fetched > self.completed
         return is_open and self.in_epoch and self.is_active and not self.is_leaving
 
-    @property
-    def phase(self) -> Phase:
-        """What the engine is doing."""
-        if not self.is_active:
-            return Phase.PAUSED
-        if self.is_leaving or not self.in_epoch:
-            return Phase.LEAVING if self.is_leaving else Phase.BETWEEN
-        return Phase.STEP if self.in_step else Phase.EPOCH
-
     def _do_what_is_due(self) -> None:
         if self.in_epoch and not self.is_leaving:
-            self.engine.last_event_name = Events.ITERATION_COMPLETED  # which does not fire if it has no handlers
-        for function in self.engine._stops.pop(Stop.DUE, ()):
+            self.engine.last_event_name = Events.ITERATION_COMPLETED  # without handlers, it did not fire and set this
+        for function in self.engine._pending.pop(Pending.DUE, ()):
             function(self.engine)
 
     def _raise_pending(self) -> None:
-        if Stop.ERROR in self.engine._stops:
-            raise self.engine._stops.pop(Stop.ERROR)
+        if Pending.ERROR in self.engine._pending:
+            raise self.engine._pending.pop(Pending.ERROR)
 
     def _warn_that_data_ran_out(self) -> None:
         if self._warned:
@@ -357,21 +356,21 @@ class Run:
 
     # --- progress ------------------------------------------------------------------------------------------
 
-    def progress(self, is_past: bool = False) -> Progress:
+    def progress(self, with_open_step: bool = False) -> Progress:
         """Return the progress to save, without an iteration whose process function has not returned.
 
-        It is part of the progress with ``is_past``, and of data that save their position themselves: they are past its
-        batch, and cannot return it again.
+        Data that save their position themselves are past its batch and cannot return it again: it counts as completed.
         """
         if not self._has_epochs:
             return self.engine._kept()
         state, done = self.engine.state, self.completed
-        if self.in_epoch and (is_past or self.data.present_source().saves_itself):
+        if self.in_epoch and (with_open_step or self.passes.present_source().saves_itself):
             done = self.fetched
-        back = self.begun - done if self.in_epoch else 0
-        iteration, position = state.iteration - back, self.data.position(back)
-        is_open = self.in_epoch and (state.epoch_length is None or done < state.epoch_length)
-        return Progress(state.epoch - is_open, iteration, done * is_open, position)
+        back = self.begun - done if self.in_epoch else 0  # below 0 for a batch that no iteration has begun with yet
+        iteration, position = state.iteration - back, self.passes.position(back)
+        if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
+            return Progress(state.epoch - 1, iteration, done, position)
+        return Progress(state.epoch, iteration, 0, position)
 
     def final_progress(self) -> Progress:
         """Return the progress of this run, which has ended."""
@@ -381,11 +380,11 @@ class Run:
         is_over = state.epoch_length is not None and self.completed >= state.epoch_length
         if not self._failed or not self.in_epoch or is_over:
             return self.progress()._replace(origin=Origin.ENDED)
-        is_past = self.data.present_source().is_past
+        is_past = self.passes.present_source().is_past
         lost = ["accumulated gradients"] if self.is_accumulating else []
         if is_past and self.fetched > self.completed:
             lost.append(f"a batch, which {type(state.dataloader).__name__} cannot return again")
-        return self.progress(is_past)._replace(origin=Origin.FAILED, lost=" and ".join(lost))
+        return self.progress(with_open_step=is_past)._replace(origin=Origin.FAILED, lost=" and ".join(lost))
 
 
 def elapsed(seconds: float) -> str:
@@ -407,8 +406,8 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     state = engine.state
     error = activity.explained(error)
     activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
-    if engine._stops.get(Stop.ERROR) is error:
-        del engine._stops[Stop.ERROR]  # it has been raised
+    if engine._pending.get(Pending.ERROR) is error:
+        del engine._pending[Pending.ERROR]  # it has been raised
     annotate(
         error,
         f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {engine.last_event_name!r}",

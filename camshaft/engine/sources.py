@@ -226,8 +226,8 @@ class Passes:
     Attributes:
         source: the data that are read.
         iterator: the live iterator, or ``None`` if the next epoch is to start a pass.
-        fetching: plan of ``GET_BATCH_STARTED``, or a silent one without data.
-        fetched: plan of ``GET_BATCH_COMPLETED``, likewise.
+        before_fetch: plan of ``GET_BATCH_STARTED``, or a silent one without data.
+        after_fetch: plan of ``GET_BATCH_COMPLETED``, likewise.
         has_started: whether the first pass of the run has started.
         start: the progress from which the run starts, until its first pass has started.
         warns: whether to warn if the first pass is read from its beginning in the middle of an epoch.
@@ -239,12 +239,12 @@ class Passes:
         self.engine = engine
         self.source = Source(None)
         self.iterator: Iterator[Any] | None = None
-        self.fetching = self.fetched = _SILENT
+        self.before_fetch = self.after_fetch = _SILENT
         self.has_started = self.warns = False
         self.start: Progress | None = None
         self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
         self._is_shifted = False  # the pass began in the middle of an epoch, although each epoch is a pass
-        self._announced: tuple[Any, int] | None = None  # the data, and the number
+        self._numbered: tuple[Any, int] | None = None  # the data, and the number
         self._usual_length: int | None = None  # batches of the last pass over data without a length
         self._number = -1
         self._first_iteration = 0
@@ -256,7 +256,7 @@ class Passes:
         if data is None:
             self.iterator, _ = self.source.open()
             return 0
-        self.announce()
+        self.set_epoch()
         number = self._next_number()
         if start is None or self.has_started:
             iterator = self.open_pass(number, self._cut_after)
@@ -326,7 +326,7 @@ class Passes:
         previous, state.dataloader = state.dataloader, data
         self._usual_length = None
         if self.iterator is not None:
-            self.announce()
+            self.set_epoch()
             number = self._next_number()
             try:
                 iterator = self.open_pass(number, None)
@@ -335,24 +335,24 @@ class Passes:
                 raise
             self._take(iterator, number, length_of(data))
 
-    def announce_if_over(self) -> None:
-        """Announce the number of the next pass if the next fetch starts one, as far as is known.
+    def set_epoch_if_over(self) -> None:
+        """Set the number of the next pass if the next fetch starts one, as far as is known.
 
         This precedes ``EPOCH_STARTED``, so that a handler may call ``set_epoch`` with another number. Data without a
         length are assumed to yield as many batches as in the pass before.
         """
         length = self._usual_length if self._length is None else self._length
         if self.iterator is None or (length is not None and self._given() >= length):
-            self.announce()
+            self.set_epoch()
 
-    def announce(self) -> None:
-        """Announce the number of the next pass to the dataset, the samplers, and the batch samplers, once."""
+    def set_epoch(self) -> None:
+        """Call ``set_epoch`` of the dataset and the samplers with the number of the next pass, once."""
         data, number = self.engine.state.dataloader, self._next_number()
-        if self._announced is None or self._announced[0] is not data or self._announced[1] != number:
+        if self._numbered is None or self._numbered[0] is not data or self._numbered[1] != number:
             for part in (getattr(data, "dataset", None), *samplers_of(data)):
                 if callable(set_epoch := getattr(part, "set_epoch", None)):
                     set_epoch(number)
-            self._announced = data, number
+            self._numbered = data, number
 
     def position(self, back: int = 0) -> Position | None:
         """Return the position, ``back`` batches ago; ``None`` if a resumed run reads the data from their beginning."""
@@ -388,8 +388,8 @@ class Passes:
         self._first_iteration = self.engine.state.iteration - skipped
         self.present_source()
         plans = self.engine._dispatcher.plans
-        self.fetching, self.fetched = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
-        self._announced = None
+        self.before_fetch, self.after_fetch = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
+        self._numbered = None
 
 
 # --- loaders -----------------------------------------------------------------------------------------------------

@@ -19,31 +19,74 @@ from camshaft.arguments import check_is_no_class, check_takes, check_type, descr
 from camshaft.distributed import get_world_size, model_name
 from camshaft.distributed.failures.alone import alone
 from camshaft.distributed.models.replicas import register
-from camshaft.dtensors import is_dtensor, is_wrapped, reshard
+from camshaft.dtensors import full_value, is_dtensor, is_wrapped, reshard
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
 from camshaft.engine.metrics import attach_metrics
-from camshaft.engine.step import (
-    Accumulation,
-    Mode,
-    PrepareBatch,
-    Step,
-    Update,
-    autocast,
-    call_model,
-    device_type_of,
-    identity,
-    loss_value,
-    predictions_and_targets,
-    scaled_to_all_ranks,
-)
-from camshaft.engine.step import prepare_batch as _prepare_batch
-from camshaft.errors import level_of_caller
+from camshaft.engine.mode import Mode
+from camshaft.engine.state import LazyNumber
+from camshaft.engine.update import Accumulation, Update, autocast, device_type_of, scaled_to_all_ranks
+from camshaft.errors import annotate, level_of_caller
+from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
 
 P = ParamSpec("P")
+Step = Callable[[Any, Any], Any]
+PrepareBatch = Callable[..., tuple[Any, Any]]
 _AMP_MODES = (None, "amp", "apex")
+
+
+# --- the functions that users can replace, by default --------------------------------------------------------------
+
+
+def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bool = False) -> tuple[Any, Any]:
+    """Split a batch into inputs and targets, and move both to a device.
+
+    >>> prepare_batch((torch.ones(2), torch.zeros(2)))
+    (tensor([1., 1.]), tensor([0., 0.]))
+    """
+    # Others may have two rows or two keys; the check of the usual types is the faster one.
+    if not isinstance(batch, (list, tuple)) and (hasattr(batch, "shape") or isinstance(batch, (Mapping, str, bytes))):
+        what = f"one with the keys {list(batch)}" if isinstance(batch, Mapping) else described(batch)
+        hint = "pass prepare_batch=..., a function that returns inputs and targets"
+        raise TypeError(f"a batch must be a pair of inputs and targets, got {what}: {hint}")
+    try:
+        x, y = batch
+    except (TypeError, ValueError) as error:
+        annotate(error, "a batch must be a pair of inputs and targets; pass prepare_batch=... to make one of it")
+        raise
+    return (
+        x if device is None and isinstance(x, Tensor) else convert_tensor(x, device, non_blocking),
+        y if device is None and isinstance(y, Tensor) else convert_tensor(y, device, non_blocking),
+    )
+
+
+def loss_value(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
+    """Return the loss as a number, which on devices other than the CPU is read on first use."""
+    loss = full_value(loss)  # here, where all ranks are; the number may be read on one of them
+    return loss.item() if loss.is_cpu else LazyNumber(loss)
+
+
+def predictions_and_targets(x: Any, y: Any, y_pred: Any) -> Any:
+    """Return predictions and targets, the output that metrics take."""
+    return y_pred, y
+
+
+def identity(output: Any) -> Any:
+    """Return the output of the model."""
+    return output
+
+
+def call_model(model: Any, x: Any) -> Any:
+    """Call a model with its input."""
+    return model(x)
+
+
+_prepare_batch = prepare_batch  # which the name of an argument hides
+
+
+# --- steps and engines -----------------------------------------------------------------------------------------------
 
 
 def _with_arguments_of(plain: Callable[P, Step]) -> Callable[[Callable[..., Step]], Callable[P, Step]]:

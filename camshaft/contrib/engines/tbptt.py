@@ -10,7 +10,9 @@ from torch import Tensor, nn, optim, stack
 from camshaft.arguments import check_is_no_class, integer
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventEnum
-from camshaft.engine.step import Mode, PrepareBatch, loss_value, prepare_batch, scaled_to_all_ranks
+from camshaft.engine.mode import Mode
+from camshaft.engine.supervised import PrepareBatch, loss_value, prepare_batch
+from camshaft.engine.update import scaled_to_all_ranks
 from camshaft.tree import apply_to_tensor
 from camshaft.types import DeviceLike
 

@@ -1,4 +1,4 @@
-"""The parts of a step: batches, the mode of the model, precision, updates of the weights, accumulated gradients."""
+"""Updates of the weights: precision, scaling, clipping, the step of the optimizer, and accumulated gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from camshaft.arguments import check_type, described
 from camshaft.dtensors import (
     any_dtensor,
     discard_gradients,
-    full_value,
     groups_of_gradients,
     groups_of_parts,
     is_dtensor,
@@ -28,136 +26,8 @@ from camshaft.dtensors import (
     without_reduction,
 )
 from camshaft.engine.events import Events, Order
-from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate
 from camshaft.text import counted
-from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
-
-Step = Callable[[Any, Any], Any]
-PrepareBatch = Callable[..., tuple[Any, Any]]
-_in_training = attrgetter("training")
-
-
-def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bool = False) -> tuple[Any, Any]:
-    """Split a batch into inputs and targets, and move both to a device.
-
-    >>> prepare_batch((torch.ones(2), torch.zeros(2)))
-    (tensor([1., 1.]), tensor([0., 0.]))
-    """
-    # Others may have two rows or two keys; the check of the usual types is the faster one.
-    if not isinstance(batch, (list, tuple)) and (hasattr(batch, "shape") or isinstance(batch, (Mapping, str, bytes))):
-        what = f"one with the keys {list(batch)}" if isinstance(batch, Mapping) else described(batch)
-        hint = "pass prepare_batch=..., a function that returns inputs and targets"
-        raise TypeError(f"a batch must be a pair of inputs and targets, got {what}: {hint}")
-    try:
-        x, y = batch
-    except (TypeError, ValueError) as error:
-        annotate(error, "a batch must be a pair of inputs and targets; pass prepare_batch=... to make one of it")
-        raise
-    return (
-        x if device is None and isinstance(x, Tensor) else convert_tensor(x, device, non_blocking),
-        y if device is None and isinstance(y, Tensor) else convert_tensor(y, device, non_blocking),
-    )
-
-
-def loss_value(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
-    """Return the loss as a number, which on devices other than the CPU is read on first use."""
-    loss = full_value(loss)  # here, where all ranks are; the number may be read on one of them
-    return loss.item() if loss.is_cpu else LazyNumber(loss)
-
-
-def predictions_and_targets(x: Any, y: Any, y_pred: Any) -> Any:
-    """Return predictions and targets, the output that metrics take."""
-    return y_pred, y
-
-
-def identity(output: Any) -> Any:
-    """Return the output of the model."""
-    return output
-
-
-def call_model(model: Any, x: Any) -> Any:
-    """Call a model with its input."""
-    return model(x)
-
-
-class Mode:
-    """Keeps a model in train or eval mode, except for modules that the user switches between two steps.
-
-    At the start of a run all modules are switched; a frozen backbone is put into eval mode in a handler of ``STARTED``
-    or later. What an evaluation has switched is switched back when an epoch starts, before its handlers, or by the next
-    step. If the user switches the whole model, each module gets back the mode that it had in the last step.
-
-    Switching visits every module in Python; looking at their flags takes a tenth of that. The modules are listed once
-    per epoch.
-
-    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
-    >>> mode = Mode(model, training=True)
-    >>> mode(None)
-    >>> _ = model[1].eval()
-    >>> mode(None)
-    >>> model.training, model[1].training
-    (True, False)
-    """
-
-    _evaluated: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()  # switched by steps of evaluation
-
-    def __init__(self, model: Any, training: bool) -> None:
-        self._model = model
-        self._training = training
-        self._modules: list[nn.Module] = []
-        self._flags: list[bool] = []  # in the last step
-        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # which the user has switched to the other mode
-
-    def attach(self, engine: Any) -> None:
-        """Switch the model when runs and epochs of an engine start, before the handlers of users."""
-        if isinstance(self._model, nn.Module):
-            engine.add_event_handler(Events.STARTED, self._start_run, order=Order.STEP)
-            engine.add_event_handler(Events.EPOCH_STARTED, self._start_epoch, order=Order.STEP)
-
-    def _start_run(self) -> None:
-        self._others.clear()
-        self._modules = list(self._model.modules())
-        if any(one.training is not self._training for one in self._modules):
-            self._switch()
-
-    def _start_epoch(self, engine: Any) -> None:
-        if self._flags:
-            self(engine)
-
-    def __call__(self, engine: Any) -> None:
-        """Switch the modules that are not in their mode. They are listed again when an epoch of the engine starts."""
-        if not isinstance(self._model, nn.Module):
-            self._switch()
-            return
-        known, modules = self._modules, self._modules
-        if not known or engine is None or engine.iteration_in_epoch <= 1:
-            self._modules = modules = list(self._model.modules())
-        if list(map(_in_training, modules)) == self._flags:
-            return
-        others = weakref.WeakSet(one for one in known if one.training is not self._training)
-        if self._model.training is not self._training and self._model not in self._evaluated:
-            others &= self._others
-        elif self._training:
-            others -= self._evaluated
-        self._others = others
-        self._switch()
-
-    def _switch(self) -> None:
-        modules = list(self._model.modules()) if isinstance(self._model, nn.Module) else []
-        if self._training:
-            self._model.train()
-            self._evaluated.difference_update(modules)
-        else:
-            self._evaluated.update(one for one in modules if one.training)
-            self._model.eval()
-        for one in self._others:
-            one.training = not self._training
-        self._flags = list(map(_in_training, modules))
-
-
-# --- precision and updates ---------------------------------------------------------------------------------------
 
 
 def autocast(

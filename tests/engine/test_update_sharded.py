@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.engine import Events, create_supervised_trainer
-from camshaft.engine.step import Update
+from camshaft.engine.update import Update
 from tests.engine.traces import at
 from tests.layouts import Layout, Net, data_of, full_weights, made, token_loss, tokens, trained_alone
 from tests.ranks import on_ranks
