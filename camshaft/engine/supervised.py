@@ -20,6 +20,7 @@ from camshaft.distributed import get_world_size, model_name
 from camshaft.distributed.failures.alone import alone
 from camshaft.distributed.models.replicas import register
 from camshaft.dtensors import full_value, is_dtensor, is_wrapped, reshard
+from camshaft.engine.compilation import Compiler
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
@@ -116,6 +117,7 @@ def supervised_training_step(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     batch_weight: Callable[[Any, Any], float | Tensor] | None = None,
+    compile: bool | str | Mapping[str, Any] = False,
     _update: Callable[..., Update] = Update,
 ) -> Step:
     """Return a step that trains in the precision of the model.
@@ -142,6 +144,7 @@ def supervised_training_step(
     >>> losses[-1] < losses[0]
     True
     """
+    compiler = None if compile is False else Compiler(compile)
     update = _update(optimizer, clip_grad_norm, clip_grad_value)
     _check_parts(model, prepare_batch, model_transform, output_transform, "(x, y, y_pred, loss)")
     check_takes("loss_fn", loss_fn, "(y_pred, y)")
@@ -152,6 +155,11 @@ def supervised_training_step(
     if gradient_accumulation_steps == 1 and batch_weight is None:
         accumulation = None
     batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=True)
+    is_compiled_inside = False
+    if compiler is not None:
+        update.step_with(compiler.step_of(optimizer))
+        is_compiled_inside = compiler.inside(model)
+        loss_fn = compiler.function(loss_fn) if is_compiled_inside else loss_fn
     context, is_plain = update.context, update.is_plain
 
     def forward(x: Any, y: Any) -> tuple[Any, Tensor]:
@@ -161,11 +169,13 @@ def supervised_training_step(
             raise TypeError(f"loss_fn must return a tensor, got {described(loss)}")
         return y_pred, loss
 
+    whole_forward = forward if compiler is None or is_compiled_inside else compiler.function(forward)
+
     def forward_in_context(x: Any, y: Any) -> tuple[Any, Tensor]:
         with context():  # type: ignore[misc]  # chosen only if it is given
-            return forward(x, y)
+            return whole_forward(x, y)
 
-    predict = forward if context is None else forward_in_context
+    predict = whole_forward if context is None else forward_in_context
 
     def step(engine: Any, batch: Any) -> Any:
         if accumulation is None:
@@ -189,7 +199,7 @@ def supervised_training_step(
                 update.apply()
         return output_transform(x, y, y_pred, loss)
 
-    step.set_mode = set_mode  # type: ignore[attr-defined]  # create_supervised_trainer attaches it
+    step.parts = (set_mode,) if compiler is None else (set_mode, compiler)  # type: ignore[attr-defined]
     return step
 
 
@@ -210,6 +220,7 @@ def supervised_training_step_amp(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     batch_weight: Callable[[Any, Any], float | Tensor] | None = None,
+    compile: bool | str | Mapping[str, Any] = False,
 ) -> Step:
     """Return a step that trains in mixed precision, on any device that torch has autocast for.
 
@@ -226,7 +237,8 @@ def supervised_training_step_amp(
     return supervised_training_step(
         model, optimizer, loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform,
         gradient_accumulation_steps, model_fn, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value,
-        batch_weight=batch_weight, _update=partial(Update, context=autocast(device, model, amp_dtype), scaler=scaler),
+        batch_weight=batch_weight, compile=compile,
+        _update=partial(Update, context=autocast(device, model, amp_dtype), scaler=scaler),
     )  # fmt: skip
 
 
@@ -298,7 +310,7 @@ def supervised_evaluation_step(
         y_pred = model_transform(model_fn(model, x))
         return output_transform(x, y, y_pred)
 
-    step.set_mode = set_mode  # type: ignore[attr-defined]
+    step.parts = (set_mode,)  # type: ignore[attr-defined]
     return step
 
 
@@ -350,6 +362,7 @@ def create_supervised_trainer(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     batch_weight: Callable[[Any, Any], float | Tensor] | None = None,
+    compile: bool | str | Mapping[str, Any] = False,
 ) -> Engine[Any, Any]:
     """Return an engine that trains a model on batches of inputs and targets.
 
@@ -382,10 +395,16 @@ def create_supervised_trainer(
             loss is a mean over, or the sum of the weights in a weighted loss. By default, the batches of a step have
             equal weights, and those of different ranks are weighted by their samples. Ranks along a mesh dimension
             named ``"tp"`` have the same batches, which count once.
+        compile: whether ``torch.compile`` compiles the step: the model with its transform and the loss, as one
+            function, and the step of the optimizer, whose learning rates become tensors. ``"model"`` leaves the
+            optimizer as it is; a mapping has options of ``torch.compile``. Models that are wrapped or sharded are
+            compiled in place, inside of their wrappers, and sharded ones per block. The optimizer is not compiled with
+            a scaler, for DTensors, and on Horovod. State dicts have the same keys as without.
 
     Raises:
         ValueError: the arguments contradict each other, a number is out of range, or the optimizer was created before
             the model was sharded.
+        TypeError: ``compile`` is none of these, or another argument has the wrong type.
         RuntimeError: ``device`` is ``"xla"`` and torch_xla is not installed.
         ModuleNotFoundError: ``amp_mode`` is ``"apex"`` and apex is not installed.
 
@@ -396,6 +415,10 @@ def create_supervised_trainer(
     3
     """
     mode = _mode(device, amp_mode, scaler, amp_dtype)
+    if compile is not False and mode in ("apex", "xla"):
+        raise ValueError(
+            f"compile must be False with {'amp_mode=' if mode == 'apex' else 'device='}{mode!r}, got {compile!r}"
+        )
     builders: Mapping[str | None, Callable[..., Step]] = {
         None: supervised_training_step,
         "amp": supervised_training_step_amp,
@@ -408,11 +431,12 @@ def create_supervised_trainer(
         model, optimizer, loss_fn, device=device, non_blocking=non_blocking, prepare_batch=prepare_batch,
         model_transform=model_transform, output_transform=output_transform,
         gradient_accumulation_steps=gradient_accumulation_steps, model_fn=model_fn, clip_grad_norm=clip_grad_norm,
-        clip_grad_value=clip_grad_value, batch_weight=batch_weight, **of_amp,
+        clip_grad_value=clip_grad_value, batch_weight=batch_weight, compile=compile, **of_amp,
     )  # fmt: skip
     _warn_unless_synchronized(model)
     trainer: Engine[Any, Any] = DeterministicEngine(step) if deterministic else Engine(step)
-    step.set_mode.attach(trainer)  # type: ignore[attr-defined]
+    for part in step.parts:  # type: ignore[attr-defined]  # set by the builder
+        part.attach(trainer)
     _compare_replicas(trainer, model)
     if new_scaler is not None:
         trainer.state.scaler = new_scaler
@@ -458,7 +482,8 @@ def create_supervised_evaluator(
     )
     step = builder(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
     evaluator: Engine[Any, Any] = Engine(step)
-    step.set_mode.attach(evaluator)  # type: ignore[attr-defined]
+    for part in step.parts:  # type: ignore[attr-defined]
+        part.attach(evaluator)
     check_type("metrics", metrics or {}, Mapping, "a mapping of names to metrics")
     others = {}
     for name, metric in (metrics or {}).items():

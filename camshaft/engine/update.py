@@ -90,7 +90,6 @@ class Update:
     Attributes:
         optimizer: as passed.
         context: as passed.
-        is_plain: whether ``loss.backward()`` and ``optimizer.step()`` are all that is needed.
     """
 
     def __init__(
@@ -117,7 +116,16 @@ class Update:
         self._clip_grad_value = clip_grad_value
         self._step = step
         self._backward = backward
-        self.is_plain = (scaler, clip_grad_norm, clip_grad_value, step, backward) == (None,) * 5
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ``loss.backward()`` and ``optimizer.step()`` are all that is needed."""
+        return (self._scaler, self._clip_grad_norm, self._clip_grad_value, self._step, self._backward) == (None,) * 5
+
+    def step_with(self, step: Callable[[], Any] | None) -> None:
+        """Call a compiled step instead of ``optimizer.step``, unless that is up to a scaler."""
+        if self._scaler is None:
+            self._step = step
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss."""

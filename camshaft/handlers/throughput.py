@@ -14,6 +14,7 @@ from torch import Tensor
 
 from camshaft.arguments import integer, number
 from camshaft.distributed import all_reduce, device, get_data_parallel_size, get_world_size
+from camshaft.engine.compilation import compilations_since, now
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, joined
 
@@ -52,8 +53,9 @@ class Throughput:
 
     The results are in ``engine.state.metrics``, where loggers and progress bars find them: ``steps_per_second``,
     ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` and ``mfu``, as far as they are requested. They
-    are computed over all ranks, at the events passed to :meth:`attach`, and are NaN before that. Otherwise an iteration
-    costs one clock reading and the given functions.
+    are computed over all ranks, at the events passed to :meth:`attach`, and are NaN before that. If ``torch.compile``
+    has compiled anything in this process during the run, ``compilations`` and ``compilation_seconds`` are there too.
+    Otherwise an iteration costs one clock reading and the given functions.
 
     The time from the end of one iteration to that of another counts, except for the handlers of epochs and the time
     between :meth:`pause` and :meth:`resume`. The host clock is used, without waiting for the device: host time matches
@@ -154,6 +156,7 @@ class Throughput:
             self._peak = peak_of(device())
         self._knows_device = True
         engine.state.metrics.update(self.rates())
+        self._compiled_since, self._compilations, self._compilation_seconds = now(), 0, 0.0
 
     def _end_pauses(self) -> None:
         """End all pauses after the handlers of ``EPOCH_COMPLETED`` and ``EPOCH_STARTED``."""
@@ -183,6 +186,13 @@ class Throughput:
             peers = size / get_data_parallel_size()  # that process the same samples
             rates[1:-1] = [rate / peers for rate in rates[1:-1]]
         engine.state.metrics.update(self._named(rates))
+        for one in compilations_since(self._compiled_since):
+            self._compiled_since = one.start_time_us + 1
+            self._compilations += 1
+            self._compilation_seconds += (one.duration_us or 0) / 1e6
+        if self._compilations:
+            found = {"compilations": self._compilations, "compilation_seconds": self._compilation_seconds}
+            engine.state.metrics.update(found)
 
     def _named(self, rates: list[float]) -> dict[str, float]:
         values = {f"{name}_per_second": rate for name, rate in zip(("steps", *self._amounts), rates, strict=False)}
