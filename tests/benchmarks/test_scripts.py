@@ -188,3 +188,13 @@ def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         engine_overhead.main(arguments)
     assert arguments[-2 if len(arguments) == 2 else -1] in capsys.readouterr().err
+
+
+def test_compiled_measures_all_widths(tmp_path: Path) -> None:
+    few = ("--iterations", "2", "--repetitions", "2", "--widths", "64", "8", "--backend", "eager")
+    result = result_of(run("compiled.py", *few, folder=tmp_path))
+    assert [(row["width"], row["target"]) for row in result["rows"]] == [(64, 0.65), (8, 1.0)]
+    for row in result["rows"]:
+        assert set(row["ms"]) == {"eager", "compiled", "compiled loop"}
+        assert set(row["times_eager"]) == {"compiled", "compiled loop"}
+        assert row["verdict"] in ("reached", "missed")
