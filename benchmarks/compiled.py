@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Compiled trainers: the time of a step of a small transformer, over that of the plain trainer and of a compiled loop.
 
     python benchmarks/compiled.py
