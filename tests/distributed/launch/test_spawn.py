@@ -7,7 +7,6 @@ the script at the end is started as users start theirs.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import multiprocessing
 import os
@@ -19,11 +18,9 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +33,6 @@ from camshaft.distributed.failures import watcher
 from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
-from tests.distributed.launch.test_parallel import IMPOSSIBLE_NODES
 from tests.distributed.observed import batch, torchrun
 from tests.guards import children, is_running
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
@@ -58,8 +54,7 @@ def tell(local_rank, folder, **more):
         "place": [idist.get_rank(), idist.get_local_rank(), idist.get_world_size()],
         "nodes": [idist.get_node_rank(), idist.get_nnodes(), idist.get_nproc_per_node()],
         "variables": {name: os.environ.get(name) for name in VARIABLES},
-        "backend": [idist.backend(), idist.device().type],
-        "threads": torch.get_num_threads(),
+        "backend": idist.backend(),
     }
     Path(folder, str(idist.get_rank())).write_text(json.dumps(told))
 
@@ -71,8 +66,9 @@ def told_in(folder):
     return [json.loads((folder / name).read_text()) for name in sorted(os.listdir(folder))]
 
 
-def begin_anew(local_rank):
+def tell_and_begin_anew(local_rank, folder, **more):
     """What else reads the environment finds the others too."""
+    tell(local_rank, folder, **more)
     size = idist.get_world_size()
     idist.finalize()
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -117,10 +113,7 @@ def raise_it(error):
 
 HOW = {
     "raises": lambda: raise_it(StubbornError(3)),
-    "is interrupted": lambda: raise_it(KeyboardInterrupt()),
     "exits": lambda: sys.exit(3),
-    "exits with a text": lambda: sys.exit("no data"),
-    "exits with a code that becomes 0": lambda: sys.exit(256),
     "exits at once": lambda: os._exit(5),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
@@ -133,11 +126,7 @@ def leave(local_rank, how, what):
 
 
 LEAVE = {"returns": lambda: None, "finalizes": idist.finalize, "exits at once": lambda: os._exit(0)}
-WAIT = {
-    "collective": lambda: idist.all_reduce(1),
-    "torch": lambda: dist.all_reduce(torch.ones(1)),
-    "recv": lambda: idist.recv(1),
-}
+WAIT = {"collective": lambda: idist.all_reduce(1), "recv": lambda: idist.recv(1)}
 
 
 def note_what_the_others_learn(local_rank, folder):
@@ -186,36 +175,27 @@ def patience(monkeypatch):
 
 
 def test_processes_know_their_place_and_what_they_were_given(tmp_path):
-    assert start("gloo", tell, (str(tmp_path),), {"epochs": 3}, nproc_per_node=2) is None
+    assert start("gloo", tell_and_begin_anew, (str(tmp_path),), {"epochs": 3}, nproc_per_node=2) is None
     for rank, told in enumerate(told_in(tmp_path)):
-        assert told["given"] == [rank, {"epochs": 3}]
-        assert told["sum"] == 1
-        assert told["place"] == [rank, rank, 2]
-        assert told["nodes"] == [0, 1, 2]
+        assert (told["given"], told["sum"]) == ([rank, {"epochs": 3}], 1)
+        assert (told["place"], told["nodes"]) == ([rank, rank, 2], [0, 1, 2])
         assert list(told["variables"].values()) == [str(rank), str(rank), "2", "2", "0", "1"]
-        assert told["backend"][0] == "gloo"
+        assert told["backend"] == "gloo"
     assert idist.backend() is None
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("meeting", ["address", "file", "tcp"])
+@pytest.mark.parametrize("meeting", ["address", "file"])
 def test_two_nodes_on_one_host_find_each_other(tmp_path, meeting):
-    where = {
-        "address": {"master_addr": "127.0.0.1", "master_port": str(free_port())},
-        "file": {"init_method": f"file://{tmp_path}/meeting"},
-        "tcp": {"init_method": f"tcp://localhost:{free_port()}"},
-    }[meeting]
+    at_address = {"master_addr": "127.0.0.1", "master_port": str(free_port())}
+    where = at_address if meeting == "address" else {"init_method": f"file://{tmp_path}/meeting"}
     told_at = tmp_path / "told"
     told_at.mkdir()
-    nodes = [
-        start("gloo", tell, (str(told_at),), nproc_per_node=2, nnodes=2, node_rank=node, join=False, **where)
-        for node in (0, 1)
-    ]
+    options = {"nproc_per_node": 2, "nnodes": 2, "join": False, **where}
+    nodes = [start("gloo", tell, (str(told_at),), node_rank=node, **options) for node in (0, 1)]
     assert [node.join() for node in nodes] == [True, True]
     for rank, told in enumerate(told_in(told_at)):
-        assert told["place"] == [rank, rank % 2, 4]
-        assert told["nodes"] == [rank // 2, 2, 2]
-        assert told["sum"] == 6
+        assert (told["place"], told["nodes"], told["sum"]) == ([rank, rank % 2, 4], [rank // 2, 2, 2], 6)
 
 
 def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path):
@@ -227,55 +207,9 @@ def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path)
         assert [told["sum"] for told in told_in(tmp_path / run)] == [1, 1]
 
 
-def test_processes_may_begin_anew_with_what_the_environment_says():
-    start("gloo", begin_anew, (), nproc_per_node=2)
-
-
 def test_debug_mode_reaches_the_processes():
     with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
-
-
-class Started:
-    """Stands for a process that has ended; keeps its arguments."""
-
-    exitcode = sentinel = pid = 0
-
-    def __init__(self, target, args, daemon):
-        self.arguments = args
-
-    def start(self, *args):
-        """It has ended."""
-
-    terminate = join = kill = start
-
-
-@pytest.mark.parametrize(
-    ("cores", "variables", "threads"),
-    [(8, {}, 2), (6, {}, 1), (2, {}, 1), (8, {"OMP_NUM_THREADS": "3"}, None), (8, {"MKL_NUM_THREADS": "3"}, None)],
-)
-def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monkeypatch, cores, variables, threads):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Started))
-    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False)
-    assert [process.arguments[1] for process in processes.processes] == [threads] * 4
-    processes.join()
-
-
-def tell_share(local_rank, folder):
-    Path(folder, str(local_rank)).write_text(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()}")
-
-
-def test_processes_compute_with_their_share_and_so_does_what_they_import_or_start(monkeypatch, tmp_path):
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    # not the server of the tests, which may have one thread already
-    idist.spawn("gloo", tell_share, (str(tmp_path),), nproc_per_node=2, start_method="spawn", timeout=TIMEOUT)
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == [f"{share} {share}"] * 2
 
 
 def test_join_waits_as_long_as_it_is_told(tmp_path):
@@ -349,13 +283,11 @@ def tell_threads_and(local_rank, folder):
     Path(folder, "told").write_text(f"{os.environ.get('CAMSHAFT_TOLD')} {torch.get_num_threads()}")
 
 
-@pytest.mark.parametrize(("told", "threads"), [("first", "1"), (None, "3")])
-def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_path, told, threads):
-    if told is not None:
-        monkeypatch.setenv("CAMSHAFT_TOLD", told)
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_path):
+    monkeypatch.setenv("CAMSHAFT_TOLD", "first")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     start("gloo", tell_threads_and, (str(tmp_path),))
-    assert (tmp_path / "told").read_text() == f"{told} {threads}"
+    assert (tmp_path / "told").read_text() == "first 3"
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -365,10 +297,7 @@ def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_
     ("how", "code", "text"),
     [
         ("raises", None, r"process 1 failed:\nTraceback(.|\n)*StubbornError: beginningxxxend"),
-        ("is interrupted", None, r"process 1 failed:\nTraceback(.|\n)*KeyboardInterrupt"),
         ("exits", 3, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
-        ("exits with a text", 1, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
-        ("exits with a code that becomes 0", 256, "process 1 exited with code 256"),
         ("exits at once", 5, "process 1 exited with code 5 without reporting an exception"),
         ("is killed", -9, "process 1 was terminated by SIGKILL"),
     ],
@@ -382,6 +311,21 @@ def test_the_first_failure_is_told_each_time_and_all_processes_end(how, code, te
         assert caught.value.error_index == 1
         assert caught.value.__reduce__()[1][2] > 0  # the process id, which older versions of torch call `pid`
         assert getattr(caught.value, "exit_code", None) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), None, "process 1 failed:\n(.|\n)*KeyboardInterrupt"),
+        (SystemExit("no data"), 1, "process 1 exited with code 1:\n(.|\n)*SystemExit: no data"),
+        (SystemExit(256), 256, "process 1 exited with code 256:"),  # which the system makes 0
+    ],
+)
+def test_whatever_a_process_raises_is_a_failure(tmp_path, error, code, text):
+    work.Failure.of(error, 1, 0.0).save(str(tmp_path))
+    (failure,) = work.Failure.all_in(str(tmp_path))
+    assert failure.code == code
+    assert re.search(text, str(failure.exception()))
 
 
 def fail_when_told(local_rank, folder):
@@ -416,7 +360,6 @@ LEFT = "RankFailedError: rank 1 has left the run without an error; (it had calle
     ("how", "what", "text"),
     [
         ("returns", "collective", f"{LEFT} waits for it in all_reduce at .*test_spawn.py:\\d+ in <lambda>"),
-        ("finalizes", "torch", f"line \\d+, in leave(.|\\n)*{LEFT}"),
         ("finalizes", "recv", f"{LEFT}(.|\\n)*in recv on rank 0, from rank 1, tag 0"),
         (
             "exits at once",
@@ -485,11 +428,11 @@ def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypa
         ({"backend": "unknown"}, ValueError, "backend must be one of"),
         ({"fn": "print"}, TypeError, "fn must be callable, got 'print'"),
         ({"args": 3}, TypeError, "args must be a tuple, got 3"),
-        ({"args": "ab"}, TypeError, "args must be a tuple, got 'ab'"),
         ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] are computed from nproc_per_node"),
         ({"time_out": 3}, TypeError, r"backend 'gloo' got unknown options \['time_out'\]"),
         ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
-        *((arguments, ValueError, message) for arguments, message in IMPOSSIBLE_NODES),
+        ({"nproc_per_node": 0}, ValueError, "nproc_per_node"),
+        ({"nnodes": 2}, ValueError, "node_rank must be given"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(arguments, error, message):
@@ -584,70 +527,34 @@ def be_a_notebook(times, outcomes):
 
 
 def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
+    """No store is open when processes are forked, though the traceback of a failure refers to all that was there."""
     outcomes, theirs = context.Pipe(duplex=False)
     notebook = context.Process(target=be_a_notebook, args=(2, theirs))
     notebook.start()
     theirs.close()
     try:
-        assert received_by(outcomes) is None
-        for _ in range(2):
-            assert "ValueError: no data" in received_by(outcomes)
-            assert received_by(outcomes) is None
+        for error in (None, *2 * ("ValueError: no data", None)):
+            assert outcomes.poll(HANG), "it hangs"
+            found = outcomes.recv()
+            assert found is None if error is None else error in found
     finally:
         notebook.kill()
         notebook.join()
         outcomes.close()
 
 
-def received_by(connection):
-    assert connection.poll(HANG), "it hangs"
-    return connection.recv()
-
-
-@pytest.mark.usefixtures("patience")
-def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
-    stores = []
-
-    class Store(dist.TCPStore):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            (run,) = launch._running
-            assert len(run.processes) == 2
-            stores.append(weakref.ref(self))
-
-    monkeypatch.setattr(launch, "TCPStore", Store)
-    gc.disable()  # what a cycle refers to lives on
-    try:
-        with pytest.raises(ProcessRaisedException) as caught:  # the traceback refers to all that was there
-            start("gloo", fail, ("raises",), nproc_per_node=2)
-        assert [store() for store in stores] == [None]
-    finally:
-        gc.enable()
-    assert caught.value.error_index == 1
-
-
 # --- the end of the one who started them -------------------------------------------------------------------------
 
 
-def tell_when_joining(folder):
-    """Create a file once this process waits for others, where an interrupt is expected."""
-    collect = launch.Processes._collect
-
-    def tell_and_collect(*args):
-        Path(folder, "joining").touch()
-        collect(*args)
-
-    launch.Processes._collect = tell_and_collect
-
-
 def be_a_parent(folder, how):
-    """Start processes that hang, and write down how that ends."""
+    """Start processes that hang, tell when an interrupt is expected, and write down how that ends."""
     work.GRACE = 1.0  # those that are forked take it over
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
     Path(folder, "bystander").write_text(str(bystander.pid))
-    tell_when_joining(folder)
+    collect = launch.Processes._collect
+    launch.Processes._collect = lambda *args: (Path(folder, "joining").touch(), collect(*args))
     try:
         processes.join()
     except BaseException:
@@ -659,7 +566,6 @@ def be_a_parent(folder, how):
     ("number", "how"),
     [
         (signal.SIGTERM, "in a collective"),
-        (signal.SIGKILL, "in a collective"),
         (signal.SIGKILL, "deaf"),
         (signal.SIGINT, "deaf"),
     ],
@@ -698,10 +604,11 @@ def end_all_in(folder, *others):
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
+import torch
 import camshaft.distributed as idist
 
 def training(local_rank, text):
-    place = idist.get_rank(), idist.get_world_size(), idist.get_nnodes()
+    place = idist.get_rank(), idist.get_world_size(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
     os.write(1, f"{idist.all_gather(text)} {place}\\n".encode())
     idist.barrier()
     if local_rank == 1:
@@ -731,22 +638,30 @@ UNDER_TORCHRUN = torchrun(3, 1, [2, 2], node=1)
 def run_script(tmp_path):
     def run(variables, *arguments, script=SCRIPT):
         (tmp_path / "script.py").write_text(script)
-        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, tmp_path / "script.py", *arguments]
-        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        return subprocess.Popen(command, env=environment(**variables), start_new_session=True, **pipes)
 
     return run
 
 
+def environment(**variables):
+    """Return the variables of a script whose processes may choose their number of threads."""
+    chosen = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {**chosen, **variables, "PYTHONPATH": str(ROOT)}
+
+
 @pytest.mark.jobs
 def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_do(run_script):
+    """They compute with their share of the cores, and so does what they import or start."""
     with run_script(IN_SLURM) as script:
         try:
             output, errors = script.communicate(timeout=HANG)
         finally:
             script.kill()
-    assert sorted(output.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    expected = [f"['hello', 'hello'] ({rank}, 2, '{share}', {share})" for rank in (0, 1)]
+    assert sorted(output.splitlines()) == expected
     assert script.returncode == 1
     assert "process 1 failed" in errors
     assert "ValueError: no data" in errors
@@ -781,9 +696,10 @@ def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_p
 @pytest.mark.jobs
 def test_a_script_that_is_piped_into_python_runs_its_function():
     script = SCRIPT.replace('raise ValueError("no data")', "pass")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True)
-    assert sorted(done.stdout.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)], done.stderr
+    options = {"env": environment(OMP_NUM_THREADS="1"), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-"], input=script, **options)
+    expected = [f"['hello', 'hello'] ({rank}, 2, '1', 1)" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
 
 
 @pytest.mark.jobs
