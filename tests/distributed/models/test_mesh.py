@@ -61,8 +61,9 @@ def test_a_single_process_needs_no_mesh():
 
 @on_threads(2)
 def test_a_backend_without_meshes_says_so():
-    with pytest.raises(NotImplementedError, match="does not support device meshes: use gloo or nccl"):
-        idist.make_mesh(dp_shard=2)
+    for call in (lambda: idist.make_mesh(dp_shard=2), lambda: idist.auto_model(torch.nn.Linear(1, 1), shard=[])):
+        with pytest.raises(NotImplementedError, match="does not support device meshes: use gloo or nccl"):
+            call()
 
 
 @on_ranks(4)
