@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -39,19 +40,14 @@ elif rank != who or how != "return":
 def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
     """Run two ranks, of which one ends; return what both wrote to standard error, and their exit codes."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-c", PROGRAM]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(who), how, mode, address], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(2):
+            command = [sys.executable, "-c", PROGRAM, str(rank), str(who), how, mode, address]
+            process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            processes.append(process)
         return [process.communicate(timeout=HANG)[1] for process in processes], [one.returncode for one in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import MappingProxyType
+from unittest import mock
 
 import pytest
 
@@ -72,25 +73,17 @@ ONE_LAUNCHER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("task", "has_terminal", "is_launch"),
-    [
-        (["bash"], True, False),
-        (["/bin/bash", "-l"], True, False),
+def test_the_shell_of_a_step_with_a_terminal_is_not_one_of_several_processes(monkeypatch):
+    for task, has_terminal, is_launch in (
         (["-zsh"], True, False),
         (["bash"], False, True),  # each reads the same script from srun
-        (["bash", "train.sh"], True, True),
         (["bash", "-c", "python train.py"], True, True),
         (["python", "train.py"], True, True),
         ([], True, True),  # nobody knows
-    ],
-)
-def test_the_shell_of_a_step_with_a_terminal_is_not_one_of_several_processes(
-    monkeypatch, task, has_terminal, is_launch
-):
-    monkeypatch.setattr(environments, "_task_of_step", lambda: task)
-    environ = step(0, 0, [4]) | ({"SLURM_PTY_PORT": "4711"} if has_terminal else {})
-    assert (found(environ) is not None) == is_launch
+    ):
+        monkeypatch.setattr(environments, "_task_of_step", lambda task=task: task)
+        environ = step(0, 0, [4]) | ({"SLURM_PTY_PORT": "4711"} if has_terminal else {})
+        assert (found(environ) is not None) == is_launch, task
 
 
 def test_the_task_is_the_child_of_the_daemon_of_the_step(tmp_path):
@@ -302,39 +295,30 @@ def address(launch):
     return launch.master_addr, launch.master_port
 
 
-@pytest.mark.parametrize(("job", "port"), [("12345", 17345), ("7", 15007), ("123450000", 15000), ("9999", 24999)])
-def test_the_port_follows_from_the_last_four_digits_of_the_job(job, port):
-    assert found(step(0, 0, [1], SLURM_JOB_ID=job)).master_port == port
+def test_the_port_depends_on_the_job_and_the_step():
+    def port_of(job_id, step_id=0):
+        return found(step(0, 0, [1], SLURM_JOB_ID=str(job_id), SLURM_STEP_ID=str(step_id))).master_port
 
-
-def test_steps_of_a_job_and_of_its_neighbours_take_different_ports():
-    ports = [
-        found(step(0, 0, [1], SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))).master_port
-        for job in range(9_990, 10_010)
-        for number in range(100)
-    ]
+    for job_id, port in ((12345, 17345), (7, 15007), (123450000, 15000), (9999, 24999)):
+        assert port_of(job_id) == port
+    ports = [port_of(job_id, step_id) for job_id in range(9_990, 10_010) for step_id in range(100)]
     assert len(set(ports)) == len(ports)
     assert all(15_000 <= port < 32_768 for port in ports)
 
 
 def test_the_address_is_looked_up_once_and_only_when_it_is_read(monkeypatch):
-    asked = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, _: asked.append(host))
+    monkeypatch.setattr(socket, "getaddrinfo", look_up := mock.Mock())
     launch = found(step(1, 1, [2]))
     assert place(launch)[0] == (1, 2)
-    assert asked == []
+    assert not look_up.called
     assert launch.master_addr == launch.master_addr == "n1"
-    assert asked == ["n1"]
+    look_up.assert_called_once_with("n1", None)
 
 
 def test_a_node_name_without_an_address_gives_way_to_the_host_of_srun(monkeypatch):
     environ = step(0, 0, [1, 1])
     assert found(environ).master_addr == "n1"
-
-    def unknown(*_):
-        raise socket.gaierror("Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror("Name or service not known")))
     assert found(environ).master_addr == "10.0.0.1"
     assert found(environ | {"SLURM_STEP_NODELIST": "x" * 64}).master_addr == "10.0.0.1"
     del environ["SLURM_LAUNCH_NODE_IPADDR"]
@@ -392,13 +376,13 @@ def test_the_parent_is_recognised_as_torchrun_by_its_command_line(monkeypatch, t
 
 
 def test_the_place_of_a_worker_of_ray_train():
-    variables = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
-    topology, assumed = environments.infer(variables, 2, 3)
-    assert (topology.local_rank, topology.local_world_size, topology.node_rank) == (0, 1, 1)
-    assert assumed == ("num_nodes",)
-    for other in ({"NODE_RANK": "7"}, {"NODE_RANK": "first"}):  # of something else
-        topology, assumed = environments.infer(variables | other, 2, 3)
-        assert (topology.local_rank, topology.local_world_size) == (0, 1)
-        assert "node_rank" in assumed
-    torchrun = variables | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "NODE_RANK": "0"}
-    assert environments.infer(torchrun, 2, 3)[0].node_rank == 1
+    variables = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for more, node_rank, assumed in (
+        ({"NODE_RANK": "1"}, 1, ("num_nodes",)),
+        ({"NODE_RANK": "7"}, 2, ("num_nodes", "node_rank")),  # of something else
+        ({"NODE_RANK": "first"}, 2, ("num_nodes", "node_rank")),
+        (SECOND_OF_TWO | {"NODE_RANK": "0"}, 1, ()),  # of torchrun
+    ):
+        topology, found_assumed = environments.infer(variables | more, 2, 3)
+        assert (topology.local_rank, topology.local_world_size, topology.node_rank) == (0, 1, node_rank)
+        assert found_assumed == assumed

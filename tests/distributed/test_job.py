@@ -284,6 +284,10 @@ def become_a_rank():
 
 def test_a_forked_process_of_a_parent_without_a_job_may_join_one():
     assert in_a_fork(become_a_rank)
+    with ThreadPoolExecutor(1) as thread:  # which does not exist in the child, and releases no lock there
+        thread.submit(job._lock.acquire).result()
+        assert in_a_fork(become_a_rank)
+        thread.submit(job._lock.release).result()
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------

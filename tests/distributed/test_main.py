@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,9 +74,7 @@ def test_under_mpirun_the_backend_is_mpi() -> None:
     assert [report["proof"] for report in reports] == ["mpi, all_reduce of 1 over 2 ranks gave 2, on cpu"] * 2
 
 
-def test_a_contradictory_environment_is_part_of_the_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_contradictory_environment_is_part_of_the_report(monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert main(["--backend", "gloo"]) == 1
@@ -157,22 +156,19 @@ def records_of(job: str) -> list[Path]:
 def job() -> Iterator[str]:
     """A job of three processes that wrote records; rank 1 was killed, and rank 2 aborted."""
     name = f"test-{uuid.uuid4().hex}"
-    command = [sys.executable, "-c", RANK]
-    processes = [subprocess.Popen([*command, str(rank), name], stdout=subprocess.PIPE) for rank in range(3)]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(3):
+            command = [sys.executable, "-c", RANK, str(rank), name]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            processes.append(process)
+        stack.callback(lambda: [path.unlink() for path in records_of(name)])
+        assert [process.stdout.readline() for process in processes if process.stdout] == [b"ready\n"] * 3
         for process, kill in ((processes[1], signal.SIGKILL), (processes[2], signal.SIGABRT)):
             process.send_signal(kill)
             process.wait()
         yield name
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-        for path in records_of(name):
-            path.unlink()
 
 
 @pytest.mark.jobs
@@ -199,9 +195,7 @@ def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(
     assert all((again := read(Path(one["path"]))) is not None and again.pid == one["pid"] for one in found)
 
 
-def test_inspect_tells_if_there_are_no_records(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_tells_if_there_are_no_records(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(program.failures, "inspect", list)
     assert main(["--inspect"]) == 0
     assert re.match(r"no rank on \S+ is running, or was killed in the last 24 hours\n$", capsys.readouterr().out)

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,9 @@ def test_the_watcher_works_without_descriptors_and_without_locks(missing: str, m
         monkeypatch.setattr(record.os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
     else:
         monkeypatch.setattr(record, "fcntl", None)
-    backend = StoreOnly(dist.HashStore())
-    try:
+    with closing((backend := StoreOnly(dist.HashStore())).job):
         watch(backend).board.decide({"kind": "failed", "text": "rank 1 failed", "traceback": ""})
         assert not outlasting(lambda: backend.job.verdict is None)
-    finally:
-        backend.job.close()
 
 
 def test_an_error_in_a_round_is_logged_once_and_does_not_end_the_thread(caplog: Any) -> None:
@@ -77,8 +75,7 @@ def test_an_error_in_a_round_is_logged_once_and_does_not_end_the_thread(caplog: 
 
 
 def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", leave := mock.Mock())
     backend = StoreOnly(dist.HashStore())
     watcher = Watcher(backend, None, agent=os.getppid())  # without a thread
     watcher.look(0.0)
@@ -88,12 +85,11 @@ def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch: p
     assert backend.job.verdict is None
     watcher.look(2.0)
     assert backend.job.verdict is not None
-    pattern = r"torchrun \(process \d+\), which had started rank 0, was killed"
-    assert re.fullmatch(pattern, str(backend.job.verdict()))
+    assert re.match(r"torchrun \(process \d+\), which had started rank 0, was killed", str(backend.job.verdict()))
     watcher.look(30.9)
-    assert codes == []
+    assert not leave.called
     watcher.look(31.0)
-    assert codes == [1]
+    leave.assert_called_once_with(1)
 
 
 def test_the_last_rank_of_a_job_removes_the_files_of_those_that_were_killed_after_they_had_left(tmp_path: Path) -> None:
@@ -121,8 +117,9 @@ def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause(how: str
         assert own_watcher().fail(error) is error
         return
     engine = Engine(lambda engine, batch: time.sleep(0.01))
-    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data x.{1,350}$") as caught:
+    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data xxx") as caught:
         idist.all_reduce(1) if how == "collectives" else engine.run(range(10**9))
+    assert str(caught.value).count("x") < 400
     assert "ValueError: no data" in str(caught.value.__cause__)
     assert texts == []
     with pytest.raises(RankFailedError, match="rank 1 failed first"):  # and so does every later one

@@ -23,7 +23,6 @@ from camshaft.distributed.topology import Launch, Topology
 from tests.distributed.observed import horovod, mpich, open_mpi, see, step, torchrun
 from tests.limits import HANG, TIMEOUT
 from tests.ranks import run_on_ranks
-from tests.torchrun.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LOGGER = "camshaft.distributed.launcher.Parallel"
@@ -102,11 +101,8 @@ def in_a_run():
         return parallel.run(give)
 
 
-@pytest.mark.parametrize("method", ["tcp", "file"])
-def test_an_init_method_needs_no_launcher(tmp_path, method):
-    where = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://localhost:{free_port()}"
-    sums = run_on_ranks(2, meet_at, where)
-    assert sums == [(1, 2), (1, 2)]
+def test_an_init_method_needs_no_launcher(tmp_path):
+    assert run_on_ranks(2, meet_at, f"file://{tmp_path}/meeting") == [(1, 2), (1, 2)]
     assert list(tmp_path.iterdir()) == []
 
 

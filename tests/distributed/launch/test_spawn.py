@@ -7,6 +7,7 @@ the script at the end is started as users start theirs.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -17,9 +18,11 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -118,14 +121,12 @@ HOW = {
 }
 
 
-def leave(local_rank, how, what):
-    """Let the second process leave in some way while the first waits for it."""
+def leave(local_rank):
+    """Let the second process end while the first waits for it."""
     be_patient()
-    LEAVE[how]() if local_rank == 1 else WAIT[what]()
-
-
-LEAVE = {"returns": lambda: None, "finalizes": idist.finalize, "exits at once": lambda: os._exit(0)}
-WAIT = {"collective": lambda: idist.all_reduce(1), "recv": lambda: idist.recv(1)}
+    if local_rank == 1:
+        os._exit(0)
+    idist.all_reduce(1)
 
 
 def exit_well(local_rank):
@@ -324,51 +325,30 @@ def test_to_exit_well_is_no_failure():
     start("gloo", exit_well, (), nproc_per_node=2)
 
 
-LEFT = "RankFailedError: rank 1 has left the run without an error; (it had called no collective of camshaft; )?rank 0"
-
-
-@pytest.mark.parametrize(
-    ("how", "what", "text"),
-    [
-        ("returns", "collective", f"{LEFT} waits for it in all_reduce at .*test_spawn.py:\\d+ in <lambda>"),
-        ("finalizes", "recv", f"{LEFT}(.|\\n)*in recv on rank 0, from rank 1, tag 0"),
-        (
-            "exits at once",
-            "collective",
-            "(has ended with exit code 0|process was killed or crashed)(.|\n)*process 1 had exited with code 0 before",
-        ),
-    ],
-)
 @pytest.mark.usefixtures("patience")
-def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text):
+def test_a_process_that_ends_without_an_error_while_others_wait_for_it_is_named():
+    """Other ends are in tests/faults."""
+    text = "(has ended with exit code 0|process was killed or crashed)(.|\n)*process 1 had exited with code 0 before"
     with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
-        start("gloo", leave, (how, what), nproc_per_node=2)
+        start("gloo", leave, (), nproc_per_node=2)
 
 
 def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_first_one():
-    reports = []
-
-    def load():
-        raise EOFError
-
-    def report(failure):
-        reports.append(failure)
-        if len(reports) == 1:
-            raise RuntimeError("DataLoader worker is killed")  # as torch's handler of SIGCHLD does, at any moment
-
+    killed = RuntimeError("DataLoader worker is killed")  # torch's handler of SIGCHLD raises it, at any moment
+    report = mock.Mock(side_effect=[killed, None])
     with pytest.raises(RuntimeError, match="worker is killed"):
-        work.run(0, load, None, report)
-    assert "EOFError" in reports[-1].text
-    assert "worker is killed" in reports[-1].text
+        work.run(0, mock.Mock(side_effect=EOFError), None, report)
+    assert "EOFError" in report.call_args.args[0].text
+    assert "worker is killed" in report.call_args.args[0].text
 
 
 @pytest.mark.parametrize("is_consequence", [False, True])
 def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequence):
-    learnt, reports, other = [], [], RankFailedError("rank 1 failed first")
+    learnt, reports = [], []
 
     def publish(error, backend):
         learnt.append(time.monotonic())
-        return other if is_consequence else error
+        return RankFailedError("rank 1 failed first") if is_consequence else error
 
     monkeypatch.setattr(work.failures, "publish", publish)
     with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
@@ -412,12 +392,11 @@ def test_a_backend_without_its_devices_is_refused_before_anything_is_started(mon
         launch._spawn("nccl", (print, (), {}), 2)
 
 
-@pytest.mark.parametrize("given", [(lambda rank: rank, ()), (print, (lambda: 1,))])
-def test_what_cannot_be_pickled_is_told_and_nothing_is_left(given):
-    fn, args = given
-    with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
-        start("gloo", fn, args, nproc_per_node=2)
-    assert launch._running == set()
+def test_what_cannot_be_pickled_is_told_and_nothing_is_left():
+    for fn, args in ((lambda rank: rank, ()), (print, (lambda: 1,))):
+        with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
+            start("gloo", fn, args, nproc_per_node=2)
+        assert launch._running == set()
 
 
 def test_a_process_that_cannot_be_started_ends_those_that_were(monkeypatch, tmp_path):
@@ -489,7 +468,6 @@ def be_a_notebook(times, outcomes):
 
 
 def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
-    """No store is open when processes are forked, though the traceback of a failure refers to all that was there."""
     outcomes, theirs = context.Pipe(duplex=False)
     notebook = context.Process(target=be_a_notebook, args=(2, theirs))
     notebook.start()
@@ -503,6 +481,28 @@ def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
         notebook.kill()
         notebook.join()
         outcomes.close()
+
+
+@pytest.mark.usefixtures("patience")
+def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
+    stores = []
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            (run,) = launch._running
+            assert len(run.processes) == 2
+            stores.append(weakref.ref(self))
+
+    monkeypatch.setattr(launch, "TCPStore", Store)
+    gc.disable()  # what a cycle refers to lives on
+    try:
+        with pytest.raises(ProcessRaisedException) as caught:  # the traceback refers to all that was there
+            start("gloo", fail, ("raises",), nproc_per_node=2)
+        assert [store() for store in stores] == [None]
+    finally:
+        gc.enable()
+    assert caught.value.error_index == 1
 
 
 # --- the end of the one who started them -------------------------------------------------------------------------

@@ -121,16 +121,12 @@ class OnMeta(Somewhere):
         super().__init__(Topology())
 
 
-@pytest.mark.parametrize("buffers_only", [True, False])
-def test_a_model_is_moved_with_parameters_and_buffers(buffers_only):
-    model = nn.Module() if buffers_only else nn.Linear(2, 2, device="meta")
-    model.register_buffer("table", torch.ones(2))
-    with idist.use_backend(OnMeta()):
-        assert idist.auto_model(model) is model
-    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
-
-
-def test_a_model_on_the_device_is_not_moved(monkeypatch):
+def test_a_model_is_moved_with_parameters_and_buffers_but_only_if_needed(monkeypatch):
+    for model in (nn.Module(), nn.Linear(2, 2, device="meta")):
+        model.register_buffer("table", torch.ones(2))
+        with idist.use_backend(OnMeta()):
+            assert idist.auto_model(model) is model
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
     model = Net()
     monkeypatch.setattr(model, "to", pytest.fail)
     assert idist.auto_model(model) is model
@@ -146,9 +142,7 @@ def test_without_a_context_all_gpus_are_used_and_it_is_logged(monkeypatch, caplo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn, "DataParallel", Wrapped)
     caplog.set_level(logging.INFO, logger="camshaft.distributed.auto.auto_model")
-    model = nn.Identity()
-    wrapped = idist.auto_model(model)
-    assert isinstance(wrapped, Wrapped)
-    assert wrapped.module is model
+    wrapped = idist.auto_model(model := nn.Identity())
+    assert (type(wrapped), wrapped.module) == (Wrapped, model)
     assert idist.auto_model(wrapped) is wrapped
-    assert [record.getMessage() for record in caplog.records] == ["the model is wrapped in DataParallel over 2 GPUs"]
+    assert caplog.messages == ["the model is wrapped in DataParallel over 2 GPUs"]

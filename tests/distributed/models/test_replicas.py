@@ -178,6 +178,22 @@ def test_a_comparison_that_one_rank_makes_alone_disturbs_nobody():
         dist.barrier()
 
 
+@on_ranks(3)
+def test_what_several_ranks_find_is_reported_by_one_of_them():
+    model, rank = idist.auto_model(network()), idist.get_rank()
+    with torch.no_grad():
+        model.module[0].weight.add_(rank)
+    replicas, engine = register(model), SimpleNamespace(run_line="train.py:1 in main", run_number=1)
+
+    def compare():
+        for turn in (rank == 0, rank > 0):
+            if turn:
+                replicas.compare_weights(engine, "here")
+            dist.barrier()
+
+    assert [len(messages) for messages in messages_of(compare)] in ([0, 1, 0], [0, 0, 1])
+
+
 @on_ranks(2)
 def test_a_comparison_costs_one_request():
     model = idist.auto_model(network())
