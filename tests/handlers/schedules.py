@@ -211,10 +211,9 @@ def after_warm_up(main, duration=4, end=None):
 
     def reference(rates, count):
         rows = main[1](rates, count)
-        is_equal = end in (None, rows[0][0][0])
         ends = [(rate if end is None else end, momentum) for rate, momentum in rows[0]]
         line = [[(last * index / (duration - 1), momentum) for last, momentum in ends] for index in range(duration)]
-        return ([*line[:-1], *rows] if is_equal else [*line, *rows])[:count]
+        return ([*line[:-1], *rows] if ends == rows[0] else [*line, *rows])[:count]
 
     return make, reference
 
@@ -230,10 +229,10 @@ CASES = {
     "triangles": cycles(TRIANGLE, 1.0, 0.1, 4, 1.5, 0.5),
     "teeth": TEETH,
     "waves": WAVES,
-    "chain": chain((RAMP, 6), (DECAY, 3), (TEETH, 4), (WAVES, 0)),
+    "chain": chain((RAMP, 6), (DECAY, 1), (TEETH, 4), (WAVES, 0)),
     "chain within a chain": chain((chain((RAMP, 3), (TEETH, 0)), 5), (DECAY, 0)),
     "groups": per_group(RAMP, WAVES, momentum=TEETH),
     **{f"warm-up, {name}": after_warm_up(natively(make)) for name, make in NATIVE.items()},
-    "warm-up to the first value": after_warm_up(WAVES, end=0.3),
+    "warm-up to the first value of the first group": after_warm_up(DECAY, end=0.5),
     "warm-up to another value": after_warm_up(WAVES, end=0.8),
 }

@@ -16,7 +16,6 @@ from torch.optim import lr_scheduler as native
 from camshaft.engine import Engine, Events
 from camshaft.handlers import (
     ConcatScheduler,
-    CosineAnnealingScheduler,
     CyclicalScheduler,
     ExpStateScheduler,
     LinearCyclicalScheduler,
@@ -110,58 +109,13 @@ def test_curves_follow_their_formulas(case):
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6 * max(1, *map(abs, expected)))
 
 
-def test_the_values_that_the_documentation_promises():
-    def values(kind, count, **options):
-        return [round(value, 4) for _, value in kind.simulate_values(count, param_name="noise", **options)]
-
-    up, down = (
-        {"start_value": 0, "end_value": 1, "cycle_size": 4.0},
-        {"start_value": 1, "end_value": 0, "cycle_size": 4},
-    )
-    assert values(LinearCyclicalScheduler, 5, **up) == [0.0, 0.5, 1.0, 0.5, 0.0]
-    assert values(CosineAnnealingScheduler, 5, **up) == [0.0, 0.1464, 0.5, 0.8536, 0.0]
-    saw = values(LinearCyclicalScheduler, 8, **down, monotonic=True, warmup_duration=2)
-    assert saw == [1.0, 0.75, 0.5, 0.25, 0.0, 0.5, 1.0, 0.75]
-    assert values(LinearCyclicalScheduler, 5, **down, monotonic=True) == [1.0, 0.75, 0.5, 0.25, 1.0]
-    assert values(PiecewiseLinear, 7, milestones_values=[(1, 1.0), (3, 0.8), (5, 0.2)]) == [
-        1,
-        1,
-        0.9,
-        0.8,
-        0.5,
-        0.2,
-        0.2,
-    ]
-
-
 def test_a_cyclical_scheduler_knows_its_cycle():
     scheduler = LinearCyclicalScheduler(sgd(), "lr", 0, 1, 4, cycle_mult=2.0, warmup_duration=1, monotonic=True)
     assert calls(scheduler, 7, lambda: scheduler.total_cycle_size) == [5, 5, 5, 5, 5, 10, 10]
     assert (scheduler.cycle, scheduler.cycle_size, scheduler.event_index) == (1, 8, 2)
 
 
-def test_schedulers_of_users_define_get_param():
-    class Square(CyclicalScheduler):
-        def get_param(self):
-            return self.start_value if 2 * self.event_index < self.cycle_size else self.end_value
-
-    rows = Square.simulate_values(5, param_name="lr", start_value=1, end_value=0, cycle_size=4)
-    assert rows == [[0, 1.0], [1, 1.0], [2, 0.0], [3, 0.0], [4, 1.0]]
-
-
 # --- combinations ----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.sampled_from([RAMP, DECAY, TEETH, WAVES]), st.integers(1, 8)), min_size=2, max_size=4))
-def test_a_chain_equals_its_schedulers_one_after_another(parts):
-    (make, reference), optimizer = chain(*parts), sgd()
-    assert calls(make(optimizer), 30, lambda: seen(optimizer)) == approximately(reference((0.5,), 30))
-
-
-def test_groups_stay_aligned_if_only_one_starts_at_the_end_value_of_a_warm_up():
-    optimizer = sgd(*RATES)
-    rows = calls(after_warm_up(DECAY, end=0.5)[0](optimizer), 6, lambda: lr(optimizer))
-    assert rows[3:] == [[0.5, 0.5], [0.5, 0.2], pytest.approx([0.45, 0.18])]
 
 
 def test_a_warm_up_may_schedule_one_group_and_another_parameter():
