@@ -16,14 +16,12 @@ from torch.optim import lr_scheduler as native
 from camshaft.engine import Engine, Events
 from camshaft.handlers import (
     ConcatScheduler,
-    CyclicalScheduler,
     ExpStateScheduler,
     LinearCyclicalScheduler,
     LRScheduler,
     ParamGroupScheduler,
     ParamScheduler,
     PiecewiseLinear,
-    ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
 from tests.handlers.schedules import (
@@ -52,6 +50,7 @@ from tests.handlers.schedules import (
 
 COUNT = 20
 RATES = (0.5, 0.2)
+GROUPS = CASES["groups"][0]
 each = pytest.mark.parametrize(("make", "reference"), CASES.values(), ids=CASES)
 
 
@@ -62,16 +61,32 @@ def approximately(rows):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+def simulated(scheduler, count):
+    if isinstance(scheduler, LRScheduler):
+        return LRScheduler.simulate_values(count, scheduler.lr_scheduler)
+    return ConcatScheduler.simulate_values(count, scheduler.schedulers, scheduler.durations, ("lr",))
+
+
 @each
 @pytest.mark.parametrize("rates", [(0.5,), RATES], ids=["one group", "two groups"])
-def test_steps_use_the_values_of_the_reference(make, reference, rates):
-    """[H22] [H23]"""
-    if make is CASES["groups"][0]:
-        rates = RATES
-    optimizer = sgd(*rates)
-    scheduler = make(optimizer)
-    assert run_with(scheduler, optimizer, COUNT) == approximately(reference(rates, COUNT))
-    assert getattr(scheduler, "event_index", COUNT) == COUNT or isinstance(scheduler, CyclicalScheduler)
+def test_a_simulation_and_a_run_and_its_history_have_the_values_of_the_reference(make, reference, rates):
+    """[H22] [H23] A simulation changes nothing."""
+    rates = RATES if make is GROUPS else rates
+    optimizer, rows = sgd(*rates), []
+    scheduler, trainer = make(optimizer), Engine(lambda engine, batch: (rows.append(seen(optimizer)), optimizer.step()))
+    scheduler.save_history = True
+    before, groups = copy.deepcopy(scheduler.state_dict()), entries(optimizer)
+    if isinstance(scheduler, (LRScheduler, ConcatScheduler)):
+        simulation = simulated(scheduler, COUNT)
+    assert (scheduler.state_dict(), entries(optimizer), scheduler.save_history) == (before, groups, True)
+    trainer.add_event_handler(Events.ITERATION_STARTED, scheduler)
+    trainer.run(range(COUNT))
+    assert rows == approximately(reference(rates, COUNT))
+    used = [[rate for rate, _ in row] for row in rows]
+    assert make is GROUPS or trainer.state.param_history == {"lr": used}
+    if isinstance(scheduler, (LRScheduler, ConcatScheduler)):
+        assert simulation == [[index, *row] for index, row in enumerate(used)]
+        assert scheduler.event_index == COUNT
 
 
 def test_every_scheduler_of_torch_is_tested():
@@ -190,13 +205,10 @@ def test_one_or_all_groups_are_set(options, expected):
     optimizer.load_state_dict(optimizer.state_dict())  # which replaces the groups
     scheduler(None)
     assert lr(optimizer) == expected
-
-
-def test_a_list_needs_one_value_for_each_group():
-    optimizer = sgd(*RATES)
+    scheduler.value = [5.0, 6.0, 7.0]
     with pytest.raises(ValueError, match="get_param"):
-        Own(optimizer, value=[5.0])(None)
-    assert lr(optimizer) == [0.5, 0.2]
+        scheduler(None)
+    assert lr(optimizer) == expected
 
 
 @pytest.mark.parametrize("make", [RAMP[0], DECAY[0]])
@@ -264,34 +276,18 @@ def test_a_call_makes_few_function_calls():
 
 # --- history ---------------------------------------------------------------------------------------------------------
 
-GROUPS = per_group(RAMP, WAVES, momentum=TEETH)[0]
 
-
-@pytest.mark.parametrize(
-    ("make", "name", "expected"),
-    [
-        (lambda one: RAMP[0](one, save_history=True), None, {"lr": [[1.0, 1.0]] * 2}),
-        (lambda one: RAMP[0](one, save_history=True, param_group_index=0), "encoder", {"encoder": [[1.0]] * 2}),
-        (lambda one: LRScheduler(NATIVE["Step"](one), save_history=True), None, {"lr": [[0.5, 0.2]] * 2}),
-        (lambda one: chain((RAMP, 1), (TEETH, 1))[0](one, save_history=True), None, {"lr": [[1.0, 1.0]] * 2}),
-        (lambda one: after_warm_up(DECAY, 3)[0](one, save_history=True), None, {"lr": [[0.0, 0.0], [0.25, 0.1]]}),
-        (
-            lambda one: GROUPS(one, names=["a", "b", "c"], save_history=True),
-            None,
-            {"a": [[1.0]] * 2, "b": [[0.3], [pytest.approx(0.2809, rel=1e-3)]], "c": [[1.0, 1.0], [0.875, 0.875]]},
-        ),
-    ],
-)
-def test_history_has_the_values_of_each_call(make, name, expected):
+def test_history_uses_the_given_names():
     optimizer = sgd(*RATES)
-    trainer, scheduler = Engine(lambda engine, batch: optimizer.step()), make(optimizer)
-    assert scheduler.save_history is True
-    trainer.add_event_handler(Events.ITERATION_STARTED, scheduler, name)
-    trainer.run(range(2))
-    assert trainer.state.param_history == expected
-    scheduler.save_history = False
-    trainer.run(range(2))
-    assert trainer.state.param_history == expected
+    group, trainer = GROUPS(optimizer, names=["a", "b", "c"], save_history=True), Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.ITERATION_STARTED, group)
+    trainer.run([0])
+    assert trainer.state.param_history == {"a": [[1.0]], "b": [[0.3]], "c": [[1.0, 1.0]]}
+    group(trainer, "all")
+    assert [len(row) for row in trainer.state.param_history["all"]] == [1, 1, 2]
+    group.save_history = False
+    group(trainer)
+    assert len(trainer.state.param_history["a"]) == 1
 
 
 def test_history_is_kept_only_on_request():
@@ -301,27 +297,6 @@ def test_history_is_kept_only_on_request():
 
 
 # --- simulation ------------------------------------------------------------------------------------------------------
-
-
-def simulated(scheduler, count):
-    if isinstance(scheduler, ConcatScheduler):
-        return ConcatScheduler.simulate_values(count, scheduler.schedulers, scheduler.durations, ("lr",))
-    return LRScheduler.simulate_values(count, scheduler.lr_scheduler)
-
-
-@pytest.mark.parametrize(
-    "make", [make for name, (make, _) in CASES.items() if name in NATIVE or "chain" in name or "warm-up" in name]
-)
-def test_simulating_returns_the_values_of_a_run_and_changes_nothing(make):
-    optimizer = sgd(*RATES)
-    scheduler = make(optimizer)
-    for part in getattr(scheduler, "schedulers", ()):
-        part.save_history = True
-    before, groups = copy.deepcopy(scheduler.state_dict()), entries(optimizer)
-    rows = simulated(scheduler, COUNT)
-    assert (scheduler.state_dict(), entries(optimizer)) == (before, groups)
-    assert all(part.save_history for part in getattr(scheduler, "schedulers", ()))
-    assert rows == [[index, *row] for index, row in enumerate(run_with(scheduler, optimizer, COUNT, read=lr))]
 
 
 def test_simulating_needs_no_optimizer_and_changes_none():
@@ -439,28 +414,18 @@ def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(make, wrong):
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("plot", "expected"),
-    [
-        (lambda: PiecewiseLinear.plot_values(2, param_name="a", milestones_values=[(0, 0.0), (2, 1.0)]), [[0.0, 0.5]]),
-        (lambda: LRScheduler.plot_values(2, lr_scheduler=NATIVE["Step"](sgd(*RATES))), [[0.5, 0.5], [0.2, 0.2]]),
-        (
-            lambda: ConcatScheduler.plot_values(
-                2, schedulers=[make(one) for one in [sgd()] for make in (RAMP[0], WAVES[0])], durations=[1]
-            ),
-            [[1.0, 0.3]],
-        ),
-        (lambda: ExpStateScheduler.plot_values(2, initial_value=8, gamma=0.5, param_name="a"), [[4.0, 2.0]]),
-        (lambda: ReduceLROnPlateauScheduler.plot_values(2, metric_values=[1.0] * 2, init_lr=0.5), [[0.5, 0.5]]),
-    ],
-)
-def test_a_plot_has_a_line_for_each_group(plot, expected):
+def test_a_plot_has_a_line_for_each_group():
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    drawn = plot()
-    assert [line.get_xydata().tolist() for line in drawn] == [list(map(list, enumerate(one))) for one in expected]
-    assert pyplot.gca().get_legend().get_texts()[0].get_text() in ("a", "learning rate")
+    curve = PiecewiseLinear.plot_values(2, param_name="a", milestones_values=[(0, 0.0), (2, 1.0)])
+    groups = LRScheduler.plot_values(2, lr_scheduler=NATIVE["Step"](sgd(*RATES)))
+    state = ExpStateScheduler.plot_values(2, initial_value=8, gamma=0.5, param_name="noise")
+    drawn = [line.get_ydata().tolist() for line in (*curve, *groups, *state)]
+    assert drawn == [[0.0, 0.5], [0.5, 0.5], [0.2, 0.2], [4.0, 2.0]]
+    assert curve[0].get_xdata().tolist() == [0.0, 1.0]
+    labels = [text.get_text() for text in pyplot.gca().get_legend().get_texts()]
+    assert labels == ["a", "learning rate", "learning rate", "noise"]
     pyplot.close("all")
 
 
