@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as native
 
 from camshaft.engine import Engine, Events
-from camshaft.handlers import LRScheduler, ReduceLROnPlateauScheduler
+from camshaft.handlers import ConcatScheduler, LRScheduler, ReduceLROnPlateauScheduler
 from tests.handlers.parts import at
-from tests.handlers.schedules import DECAY, NATIVE, calls, lr, natively, reread, run_with, sgd
+from tests.handlers.schedules import DECAY, NATIVE, calls, chain, lr, natively, reread, run_with, sgd
 
 
 @pytest.mark.parametrize("make", NATIVE.values(), ids=NATIVE)
@@ -32,15 +32,13 @@ def test_a_scheduler_that_has_stepped_continues_and_leaves_the_rate_of_the_last_
 
 
 def test_accumulating_gradients_before_the_first_step_does_not_warn():
-    """Torch would warn that the optimizer has not stepped, which is intended here."""
+    """Torch would warn that the optimizer has not stepped, which is intended here, also after a simulation."""
     optimizer = sgd()
     trainer = Engine(lambda engine, batch: optimizer.step() if engine.state.iteration % 4 == 0 else None)
-    scheduler = DECAY[0](optimizer)
+    scheduler = chain((DECAY, 1), (DECAY, 0))[0](optimizer)
+    ConcatScheduler.simulate_values(9, scheduler.schedulers, scheduler.durations)
     scheduler.attach(trainer)
     trainer.run(range(8))
-    resumed = DECAY[0](sgd())
-    resumed.load_state_dict(scheduler.state_dict())
-    resumed(None)
 
 
 def test_a_custom_step_method_is_called():

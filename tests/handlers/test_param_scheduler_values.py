@@ -290,12 +290,6 @@ def test_history_uses_the_given_names():
     assert len(trainer.state.param_history["a"]) == 1
 
 
-def test_history_is_kept_only_on_request():
-    trainer, scheduler = Engine(lambda engine, batch: None), Own(sgd())
-    scheduler(trainer)
-    assert not hasattr(trainer.state, "param_history")
-
-
 # --- simulation ------------------------------------------------------------------------------------------------------
 
 
@@ -366,15 +360,6 @@ def test_a_state_saved_at_any_call_continues(make, reference, before, after, loa
     assert rows[0] == rows[1]
 
 
-def test_a_state_is_a_copy():
-    scheduler = RAMP[0](sgd())
-    state = scheduler.state_dict()
-    state["milestones"].append(3)
-    assert len(scheduler.milestones) == 5
-    scheduler(None)
-    assert state["event_index"] == 0
-
-
 def without(state, *keys):
     """Return a copy of a state without the last of the keys that lead to it."""
     *path, last = keys
@@ -427,9 +412,3 @@ def test_a_plot_has_a_line_for_each_group():
     labels = [text.get_text() for text in pyplot.gca().get_legend().get_texts()]
     assert labels == ["a", "learning rate", "learning rate", "noise"]
     pyplot.close("all")
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ModuleNotFoundError, match=r"PiecewiseLinear.plot_values"):
-        PiecewiseLinear.plot_values(3, param_name="lr", milestones_values=[(0, 0.0)])
