@@ -36,7 +36,7 @@ INTERRUPTIONS = {
 
 
 def train(make, event, interruption=None, iteration=None, reloads=True):
-    """Run, if interrupted twice; return the values that the steps use, and the index of the next value."""
+    """Run, if interrupted twice; return the values of the steps, the index of the next value, and the history."""
     rows = {}
 
     def create():
@@ -48,8 +48,9 @@ def train(make, event, interruption=None, iteration=None, reloads=True):
             optimizer.step()
 
         trainer = Engine(step)
-        trainer.state.noise = None
-        trainer.state_dict_user_keys.append("noise")
+        trainer.state.noise, trainer.state.param_history = None, {}
+        trainer.state_dict_user_keys.extend(["noise", "param_history"])
+        scheduler.save_history = True
         scheduler.attach(trainer, event)
         return trainer, scheduler, optimizer
 
@@ -66,7 +67,7 @@ def train(make, event, interruption=None, iteration=None, reloads=True):
             for one, state in zip(parts, states, strict=True):
                 one.load_state_dict(state)
     parts[0].run(range(4), max_epochs=5)
-    return rows, parts[1].event_index
+    return rows, parts[1].event_index, parts[0].state.param_history
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
