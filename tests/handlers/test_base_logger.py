@@ -404,6 +404,7 @@ def load(trainer, iteration):
 def test_a_resumed_run_continues_the_log_at_its_iteration_once():
     logger = Continued()
     trainer, _ = logged(logger, iteration=10)
+    logger.attach(trainer, Silent("t", state_attributes=["epoch"]), Events.STARTED)
     trainer.run(range(4))
     trainer.run(range(4), max_epochs=6)  # extends the run
     assert logger.places == [10]
