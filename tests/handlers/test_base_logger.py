@@ -404,13 +404,20 @@ def load(trainer, iteration):
 def test_a_resumed_run_continues_the_log_at_its_iteration_once():
     logger = Continued()
     trainer, _ = logged(logger, iteration=10)
-    logger.attach(trainer, Silent("t", state_attributes=["epoch"]), Events.STARTED)
     trainer.run(range(4))
     trainer.run(range(4), max_epochs=6)  # extends the run
     assert logger.places == [10]
     load(trainer, 8)
     trainer.run(range(4))
     assert logger.places == [10, 8]
+
+
+def test_the_log_is_continued_before_a_handler_writes_at_the_start():
+    logger, trainer = Continued(), Engine(lambda engine, batch: None)
+    logger.attach(trainer, Silent("t", state_attributes=["epoch"]), Events.STARTED)
+    load(trainer, 10)
+    trainer.run(range(4))
+    assert logger.places == [10]
 
 
 def test_a_new_job_begins_once():
