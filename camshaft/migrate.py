@@ -150,8 +150,7 @@ def migrate(source: str) -> tuple[str, list[Note]]:
         return source, []
     _check(source)
     try:
-        # What the parser returns has no duplicates, and a copy of a deep tree would exceed the limit of recursion.
-        tree = metadata.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+        tree = metadata.MetadataWrapper(cst.parse_module(source))
         if tree.module.code != source:
             raise SyntaxError("LibCST does not keep its formatting, such as a form feed")
         migration = _Migration(source)

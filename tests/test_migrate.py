@@ -301,6 +301,7 @@ NOTEBOOK = r"""{
   {
    "cell_type": "markdown",
    "source": [
+    "# é\n",
     "import ignite\n"
    ]
   },
