@@ -318,11 +318,10 @@ def test_an_explanation_replaces_the_error():
 
 
 def test_an_explanation_leaves_the_run_with_the_place_of_the_error():
-    activity.explainers.append(lambda error: error if isinstance(error, Lost) else Lost("first"))
-    activity.explainers.append(lambda error: error if "second" in str(error) else Lost(f"{error}, second"))
+    activity.explainers.append(lambda error: error if isinstance(error, Lost) else Lost())
     trainer, evaluator = Engine(idle), Engine(failing)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([1]))
-    with pytest.raises(Lost, match=r"^first, second\n") as caught:
+    with pytest.raises(Lost) as caught:
         trainer.run([1])
     assert caught.traceback[-1].name == "failing"
     assert (caught.value.__cause__, caught.value.__context__) == (None, None)
@@ -338,6 +337,12 @@ def test_explainers_that_fail_do_not_hide_the_error(explain, caplog):
     with caplog.at_level(logging.CRITICAL), pytest.raises(RuntimeError, match="closed by peer") as caught:
         Engine(failing).run([1])
     assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+
+
+def test_explainers_see_what_the_earlier_ones_returned():
+    activity.explainers.extend([lambda error: Lost("first"), lambda error: Lost(f"{error}, second")])
+    with pytest.raises(Lost, match="first, second"):
+        Engine(failing).run([1])
 
 
 # === errors from another thread ===

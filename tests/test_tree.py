@@ -266,6 +266,7 @@ def test_to_onehot_adds_the_classes_as_the_second_dimension(shape, dtype):
     assert result.shape == (shape[0], 5, *shape[1:])
     assert torch.equal(result.argmax(dim=1) if indices.numel() else indices.long(), indices.long())
     assert result.sum() == indices.numel()
+    assert to_onehot(indices.to("meta"), 5).is_meta
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
