@@ -29,7 +29,7 @@ def test_any_integer_seeds_all_generators(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, -1, -(2**63), 2**32 + 5, 2**64 - 1, numpy.int64(5)])
-def test_outside_the_range_of_numpy_only_its_seed_is_reduced(seed):
+def test_a_seed_is_used_unchanged_and_reduced_only_to_the_range_of_numpy(seed):
     manual_seed(seed)
     ours = random.random(), torch.initial_seed(), numpy.random.rand()
     random.seed(int(seed)), torch.manual_seed(int(seed)), numpy.random.seed(int(seed) % 2**32)
