@@ -78,6 +78,7 @@ class StopTogether:
     def attach(self, engine: Engine[Any, Any]) -> None:
         """Watch the runs of an engine that start from now on. In a single process, this costs nothing."""
         if not self._is_attached:
+            check_engine("engine", engine)
             self._is_attached = True
             engine.add_event_handler(Events.STARTED, lambda engine: self._begin(engine, engine.state.iteration + 1))
 

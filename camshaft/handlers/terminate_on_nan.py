@@ -15,7 +15,7 @@ from torch import Tensor
 
 from camshaft.arguments import check_callable
 from camshaft.dtensors import local
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import level_of_caller
@@ -55,6 +55,7 @@ class TerminateOnNan:
     def __call__(self, engine: Engine[Any, Any]) -> None:
         """Check the output, and terminate the run if it or the previous one is not finite."""
         if is_first := not self._is_attached:
+            check_engine("engine", engine)
             self._is_attached = True
             engine.add_event_handler(Events.COMPLETED, self._check_previous)
             engine.add_event_handler(Events.STARTED, self._forget)
