@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-BOLD, RED, GREEN, YELLOW, CYAN = "1", "31", "32", "33", "36"  # styles, by their numbers in ANSI escape codes
+BOLD, RED, GREEN, YELLOW = "1", "31", "32", "33"  # styles, by their numbers in ANSI escape codes
 
 _MOST_ELEMENTS = 10
 _MOST_RANKS = 8  # in a list; more are shortened to spans

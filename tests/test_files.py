@@ -6,10 +6,10 @@ import os
 import stat
 import threading
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from camshaft import files
 from camshaft.files import checksum_of, flush_and_sum, hash_checkpoint, write_atomically
@@ -50,11 +50,6 @@ def test_content_is_flushed_before_the_rename_and_the_rename_before_returning(tm
     assert names(tmp_path) == ["model.pt"]
 
 
-def test_torch_writes_and_reads_the_file(tmp_path):
-    write_atomically(tmp_path / "model.pt", lambda file: torch.save({"step": 3}, file))
-    assert torch.load(tmp_path / "model.pt", weights_only=True) == {"step": 3}
-
-
 def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):
     target = tmp_path / "model.pt"
     target.write_bytes(b"old")
@@ -68,9 +63,15 @@ def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):
     assert target.read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
-@pytest.mark.parametrize("old", [b"old", None])
+@pytest.mark.parametrize(
+    ("failing", "error", "old"),
+    [
+        ("write", ValueError, b"old"),
+        ("write", KeyboardInterrupt, None),
+        ("fsync", OSError, None),
+        ("replace", OSError, b"old"),
+    ],
+)
 def test_a_failure_leaves_the_old_file_and_no_temporary_file(tmp_path, monkeypatch, error, failing, old):
     target = tmp_path / "model.pt"
     if old:
@@ -122,10 +123,7 @@ def test_a_file_system_that_cannot_flush_directories_is_accepted(tmp_path, monke
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse_directories)
-    if is_fatal:
-        with pytest.raises(OSError, match="refused"):
-            write_atomically(tmp_path / "model.pt", lambda file: file.write(b"x"))
-    else:
+    with pytest.raises(OSError, match="refused") if is_fatal else nullcontext():
         write_atomically(tmp_path / "model.pt", lambda file: file.write(b"x"))
     assert names(tmp_path) == ["model.pt"]
 
@@ -151,11 +149,6 @@ def test_a_checkpoint_moves_to_the_name_with_its_digest(checkpoint, tmp_path, ki
     assert returned == digest
     assert moved.read_bytes() == b"weights"
     assert not checkpoint.exists()
-
-
-def test_the_output_directory_can_be_that_of_the_checkpoint(checkpoint, tmp_path):
-    moved, _ = hash_checkpoint(checkpoint, tmp_path)
-    assert names(tmp_path) == [moved.name]
 
 
 @pytest.mark.parametrize("name", ["absent.pt", "."])

@@ -61,7 +61,7 @@ RUN = 40, 13
 # to the first step of a run
 LIST, LOADED, RESUMED = (49, 11), (55, 11), (82, 16)  # aims: 20 in 5, 25 in 6, 40 in 8
 SAVE, RESUME_LATEST = (91, 20), (81, 19)  # aims: 45 in 8, 50 in 9
-SCALAR = 22, 7  # aim: 12 in 5
+SCALAR = 13, 6
 # on the threads of both ranks: 20 in 8, or 41 in 11 if the library's error comes before the news; more if it has to be
 # found out whether the call had begun
 FAIL = 60, 14

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import camshaft.distributed as idist
-from camshaft import checkpoint, migrate
+from camshaft import checkpoint
 from camshaft.distributed import __main__ as distributed
 from camshaft.distributed.failures import Snapshot
 from camshaft.engine import Engine, Events
@@ -164,13 +164,6 @@ def of_checkpoint_error(tmp_path):
     return lambda: checkpoint.main(["list", "missing"]), {"\x1b[31merror:\x1b[0m DIR must be"}
 
 
-def of_migrate(tmp_path):
-    script = tmp_path / "main.py"
-    script.write_text("import ignite.engine\n")
-    styles = {"\x1b[1m--- ", "\x1b[36m@@", "\x1b[31m-import ignite", "\x1b[32m+import camshaft"}
-    return lambda: migrate.main([str(script)]), styles
-
-
 def of_profiler(tmp_path):
     engine, profiler = Engine(lambda engine, batch: None), HandlersTimeProfiler()
     engine.add_event_handler(Events.EPOCH_COMPLETED, of_profiler_with_a_long_name)
@@ -213,7 +206,7 @@ def of_show_config(tmp_path):
 WRAPPED = [of_show_config, of_distributed, of_inspect, of_checkpoint_list, of_profiler, of_progress_bar]
 
 
-@pytest.mark.parametrize("make", [*WRAPPED, of_checkpoint_error, of_migrate], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [*WRAPPED, of_checkpoint_error], ids=lambda make: make.__name__)
 def test_what_is_printed_fits_the_terminal_and_is_plain_in_a_file(monkeypatch, tmp_path, make):
     write, styles = make(tmp_path)
     on_terminal, in_file = shown(monkeypatch, write), written(monkeypatch, write, tmp_path / "output.txt")

@@ -78,12 +78,6 @@ class NamedDict(dict):
         self.name = name
 
 
-class NamedList(list):
-    def __init__(self, name, content):
-        super().__init__(content)
-        self.name = name
-
-
 class FrozenDict(NamedDict):
     def __setitem__(self, key, value):
         raise RuntimeError("frozen")
@@ -99,15 +93,10 @@ def plus_one(value):
 def test_instances_are_mapped_even_if_they_are_strings_or_containers():
     assert apply_to_type([1, [2]], list, len) == 2
     assert apply_to_type(["a", b"b"], (str, bytes), lambda text: text * 2) == ["aa", b"bb"]
-    assert apply_to_type({"a": Pair(1, 2)}, Pair, sum) == {"a": 3}
-
-
-def test_strings_and_bytes_are_returned_unchanged():
     assert apply_to_type(["text", b"bytes", 1], int, plus_one) == ["text", b"bytes", 2]
-
-
-def test_a_tuple_of_types_matches_each_of_them():
-    assert apply_to_type([1, 2.5, None], (int, float, type(None)), str) == ["1", "2.5", "None"]
+    with pytest.raises(TypeError, match=r"made of int or float, .* got None of type NoneType"):
+        apply_to_type([None], (int, float), str)
+    assert apply_to_type({"a": Pair(1, 2)}, Pair, sum) == {"a": 3}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +120,6 @@ def test_a_tuple_of_types_matches_each_of_them():
         defaultdict(list, a=1),
         deque([1, 2], maxlen=3),
         NamedDict("n", {"a": 1}),
-        NamedList("n", [1]),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -154,7 +142,6 @@ def test_copied_containers_keep_their_other_attributes():
     assert apply_to_type(defaultdict(list, a=1), int, plus_one)["new"] == []
     assert apply_to_type(deque([1], maxlen=3), int, plus_one).maxlen == 3
     assert apply_to_type(NamedDict("n", {"a": 1}), int, plus_one).name == "n"
-    assert apply_to_type(NamedList("n", [1]), int, plus_one).name == "n"
 
 
 @pytest.mark.parametrize(
@@ -185,17 +172,12 @@ def test_an_error_of_the_function_is_not_mistaken_for_one_of_the_container():
         apply_to_type(defaultdict(int, a=0), int, lambda value: 1 / value)
 
 
-@pytest.mark.parametrize("leaf", [None, 1, 2.5, {1}, object(), torch.device("cpu")], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("wrap", [lambda leaf: leaf, lambda leaf: [ONE, {"a": (leaf,)}]], ids=["bare", "nested"])
+@pytest.mark.parametrize("leaf", [None, 1, {1}])
 @pytest.mark.parametrize("function", [convert_tensor, lambda x: apply_to_tensor(x, plus_one)])
-def test_unknown_leaves_raise_a_type_error_with_their_type(leaf, wrap, function):
-    with pytest.raises(TypeError, match=rf"x must be made of Tensor.* of type {type(leaf).__name__}"):
-        function(wrap(leaf))
-
-
-def test_the_error_names_all_requested_types():
-    with pytest.raises(TypeError, match=r"made of int or float, .* got None of type NoneType"):
-        apply_to_type([None], (int, float), str)
+def test_unknown_leaves_raise_a_type_error_with_their_type(leaf, function):
+    for x in (leaf, [ONE, {"a": (leaf,)}]):
+        with pytest.raises(TypeError, match=rf"x must be made of Tensor.* of type {type(leaf).__name__}"):
+            function(x)
 
 
 NESTED = st.recursive(
@@ -269,13 +251,7 @@ def test_without_a_device_tensors_are_unchanged_and_containers_are_new(recorder)
 def test_device_and_non_blocking_are_passed_to_every_tensor(recorder):
     assert convert_tensor([recorder, (recorder,)], "meta", True) == ["moved", ("moved",)]
     assert recorder.calls == [("meta", True)] * 2
-
-
-@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
-def test_tensors_move(device):
-    result = convert_tensor({"x": ONE, "pair": Pair(ONE, b"raw")}, device=device)
-    assert result["x"].device == result["pair"].first.device == torch.device("meta")
-    assert result["pair"].second == b"raw"
+    assert convert_tensor(Pair(ONE, b"raw"), torch.device("meta")).first.is_meta
 
 
 # 4.3
@@ -290,6 +266,7 @@ def test_to_onehot_adds_the_classes_as_the_second_dimension(shape, dtype):
     assert result.shape == (shape[0], 5, *shape[1:])
     assert torch.equal(result.argmax(dim=1) if indices.numel() else indices.long(), indices.long())
     assert result.sum() == indices.numel()
+    assert to_onehot(indices.to("meta"), 5).is_meta
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
@@ -300,10 +277,6 @@ def test_to_onehot_is_compiled_by_torch_jit():
         assert torch.equal(compiled(indices, 5), to_onehot(indices, 5))
     with pytest.raises(Exception, match="tensor of integers"):
         compiled(torch.ones(2), 3)
-
-
-def test_to_onehot_stays_on_the_device():
-    assert to_onehot(torch.zeros(2, dtype=torch.int64, device="meta"), 3).device.type == "meta"
 
 
 def test_to_onehot_rejects_floats():

@@ -11,15 +11,15 @@ import urllib.error
 import urllib.request
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 
+from camshaft import activity
 from camshaft.arguments import check_callable, check_text, check_type, described
 from camshaft.distributed import get_rank
 from camshaft.dtensors import full_value, is_dtensor, needs_all_ranks, reshard
@@ -54,6 +54,9 @@ class BaseHandler(ABC):
 
     logger_class: ClassVar[type | None] = None
     wrong_logger: ClassVar[type[Exception]] = RuntimeError
+    # defaults on the class: subclasses need not call __init__
+    global_step_transform: Callable[[Engine[Any, Any], Any], int] | None = None
+    _followed: Engine[Any, Any] | None = None  # whose steps are written
 
     @abstractmethod
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
@@ -66,18 +69,28 @@ class BaseHandler(ABC):
         """
 
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
-        """Return the step to write: the count of the event."""
-        return _count_of(engine, event_name)
+        """Return the step to write: that of ``global_step_transform``, by default the count of the event.
 
-    def trainer(self, engine: Engine[Any, Any]) -> Engine[Any, Any]:
-        """Return the engine that the values belong to: the one whose steps are written, or that runs ``engine``."""
-        return engine_followed(self) or outermost_engine() or engine
+        Raises:
+            TypeError: ``global_step_transform`` does not return an integer.
+        """
+        if self.global_step_transform is None:
+            return engine.state.get_event_attrib_value(event_name)
+        step = self.global_step_transform(engine, event_name)
+        if not isinstance(step, Integral):
+            raise TypeError(f"global_step_transform must return an integer, got {described(step)}")
+        return int(step)
 
-    def check(self, logger: Any) -> None:
-        """Raise an error if this handler is not made for ``logger``."""
+    def _announce(self, engine: Engine[Any, Any], logger: Any) -> None:
+        """Check that the logger is of the right class, and set the iteration that its next values belong to.
+
+        It is that of the engine whose steps are written, or else of the trainer that runs ``engine`` in a handler.
+        """
         if self.logger_class is not None and not isinstance(logger, self.logger_class):
             needed = self.logger_class.__name__
             raise self.wrong_logger(f"{type(self).__name__} needs a {needed} as its logger, got {described(logger)}")
+        trainer = self._followed or next(iter(activity.in_thread()), engine)
+        logger._trainer, logger.iteration = ref(trainer), trainer.state.iteration
 
 
 class BaseOutputHandler(BaseHandler):
@@ -116,25 +129,15 @@ class BaseOutputHandler(BaseHandler):
         self.tag = tag
         self.metric_names = metric_names
         self.output_transform = output_transform
-        self.global_step_transform = global_step_transform or _count_of
+        self.global_step_transform = global_step_transform
+        self._followed = global_step_transform.engine if isinstance(global_step_transform, StepOf) else None
         self.state_attributes = state_attributes
 
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write all values at once."""
-        self.check(logger)
+        self._announce(engine, logger)
         values = self._setup_output_metrics_state_attrs(engine, log_text=logger.logs_text)
-        logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
-
-    def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
-        """Return the step to write.
-
-        Raises:
-            TypeError: ``global_step_transform`` does not return an integer.
-        """
-        step = self.global_step_transform(engine, event_name)
-        if not isinstance(step, Integral):
-            raise TypeError(f"global_step_transform must return an integer, got {described(step)}")
-        return int(step)
+        logger._attempt(logger.write_values, values, self.global_step(engine, event_name))
 
     def _setup_output_metrics_state_attrs(
         self, engine: Engine[Any, Any], log_text: bool = False, key_tuple: bool = True
@@ -151,39 +154,35 @@ class BaseOutputHandler(BaseHandler):
         >>> BaseOutputHandler("t", output_transform=dict)._setup_output_metrics_state_attrs(engine)
         {('t', 'loss'): 0.5, ('t', 'size', '0'): 2, ('t', 'size', '1'): 3}
         """
-        values: dict[Path, Any] = {}
-        for name, value, hint in self._named_values(engine):
-            values.update(_flat((self.tag, str(name)), value, log_text, hint))
-        fetch(values)
-        return values if key_tuple else {"/".join(path): value for path, value in values.items()}
-
-    def _named_values(self, engine: Engine[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
-        """Yield names and values, and what to do about a value that cannot be logged."""
         state = engine.state
-        is_all = self.metric_names == "all"
-        hint = "list the metrics to log in metric_names" if is_all else "remove it from metric_names"
-        for name in state.metrics if is_all else self.metric_names or ():
-            if name in state.metrics:
-                yield name, state.metrics[name], hint
-            else:
+        names: Iterable[str] = state.metrics if self.metric_names == "all" else self.metric_names or ()
+        for name in names:
+            if name not in state.metrics:
                 text = f"metric {name!r} is not logged, as engine.state.metrics has {list(state.metrics)}"
-                warnings.warn(
-                    f"{text}: attach it to this engine, or correct metric_names", stacklevel=level_of_caller()
-                )
+                hint = "attach it to this engine, or correct metric_names"
+                warnings.warn(f"{text}: {hint}", stacklevel=level_of_caller())
+        metrics = {name: state.metrics[name] for name in names if name in state.metrics}
+        outputs: Mapping[Any, Any] = {}
         if self.output_transform is not None:
             try:
                 output = self.output_transform(state.output)
             except Exception as error:
                 check_has_output("output_transform", state, error)
                 raise
-            hint = "in output_transform, reduce it to a number, for example with .mean(), or leave it out"
-            if state._output is None:
+            outputs = output if isinstance(output, Mapping) else {"output": output}
+        attributes = {name: getattr(state, name, None) for name in self.state_attributes or ()}
+        values: dict[Path, Any] = {}
+        for named, hint in (
+            (metrics, "list the metrics that are numbers in metric_names"),
+            (outputs, "in output_transform, reduce it to a number, for example with .mean(), or leave it out"),
+            (attributes, "set the attribute of engine.state to a number, or remove it from state_attributes"),
+        ):
+            if named is outputs and state._output is None:
                 hint = "engine.state.output is None, so return a value from the process function, and log after that"
-            for name, value in output.items() if isinstance(output, Mapping) else [("output", output)]:
-                yield name, value, hint
-        for name in self.state_attributes or ():
-            hint = f"set engine.state.{name} to a number, or remove it from state_attributes"
-            yield name, getattr(state, name, None), hint
+            for name, value in named.items():
+                values.update(_flat((self.tag, str(name)), value, log_text, hint))
+        fetch(values)
+        return values if key_tuple else {"/".join(path): value for path, value in values.items()}
 
 
 class BaseOptimizerParamsHandler(BaseHandler):
@@ -212,12 +211,12 @@ class BaseOptimizerParamsHandler(BaseHandler):
 
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write the parameter of all groups."""
-        self.check(logger)
+        self._announce(engine, logger)
         groups = enumerate(self.optimizer.param_groups)
         values = {self.path(number): group[self.param_name] for number, group in groups}
         fetch(values)
         values = {path: float(value) for path, value in values.items()}
-        logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
+        logger._attempt(logger.write_values, values, self.global_step(engine, event_name))
 
     def path(self, group: int) -> Path:
         """Return the path of a group's parameter."""
@@ -239,6 +238,7 @@ class BaseWeightsHandler(BaseHandler):
 
     Attributes:
         weights: pairs of names and parameters.
+        prefix: the paths without the names of the parameters.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -253,6 +253,7 @@ class BaseWeightsHandler(BaseHandler):
             raise TypeError(f"whitelist must be a list of names or callable, got {whitelist!r}")
         self.model = model
         self.tag = tag
+        self.prefix: Path = (*_tagged(tag), "grads" if self.of_gradients else "weights")
         reshard(model)
         weights = model.named_parameters()
         if callable(whitelist):
@@ -274,16 +275,6 @@ class BaseWeightsHandler(BaseHandler):
     def needs_all_ranks(self) -> bool:
         """Whether ranks that do not write have to call this handler too."""
         return any(needs_all_ranks(parameter) for _, parameter in self.weights)
-
-    @property
-    def title(self) -> str:
-        """The name component before the names of the parameters."""
-        return "grads" if self.of_gradients else "weights"
-
-    @property
-    def prefix(self) -> Path:
-        """The path without the name of the parameter."""
-        return (*_tagged(self.tag), self.title)
 
     def path(self, name: str) -> Path:
         """Return the path of a parameter."""
@@ -316,20 +307,17 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         if not (isinstance(result, Number) or (isinstance(result, torch.Tensor) and result.ndim == 0)):
             raise TypeError(f"reduction must return a number or a 0-d tensor, got {result!r}")
         self.reduction = reduction
-
-    @property
-    def title(self) -> str:
-        """The name component before the names of the parameters."""
-        function = getattr(self.reduction, "func", self.reduction)  # of functools.partial
-        return f"{super().title}_{getattr(function, '__name__', type(function).__name__)}"
+        function = getattr(reduction, "func", reduction)  # of functools.partial
+        *tags, title = self.prefix
+        self.prefix = (*tags, f"{title}_{getattr(function, '__name__', type(function).__name__)}")
 
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write all numbers, with one synchronization."""
-        self.check(logger)
+        self._announce(engine, logger)
         values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
         fetch(values)
         if logger.writes_here:
-            logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
+            logger._attempt(logger.write_values, values, self.global_step(engine, event_name))
 
 
 class BaseWeightsHistHandler(BaseWeightsHandler):
@@ -337,16 +325,12 @@ class BaseWeightsHistHandler(BaseWeightsHandler):
 
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write the histograms."""
-        self.check(logger)
+        self._announce(engine, logger)
         writes, gathers = logger.writes_here, self.needs_all_ranks
         # one gathered parameter at a time is in the memory of the device
         tensors = {self.path(name): one.cpu() if gathers else one for name, one in self.tensors() if writes}
         if writes:
-            logger._write(logger.write_histograms, tensors, self.global_step(engine, event_name), self.trainer(engine))
-
-
-def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
-    return engine.state.get_event_attrib_value(event_name)
+            logger._attempt(logger.write_histograms, tensors, self.global_step(engine, event_name))
 
 
 def _tagged(tag: str | None) -> Path:
@@ -369,28 +353,29 @@ def check_optimizer(optimizer: Any) -> None:
 
 def _flat(path: Path, value: Any, text: bool, hint: str) -> Iterator[tuple[Path, Any]]:
     """Yield the numbers in nested containers with their paths; the hint says what to do about other values."""
-    if needs_all_ranks(value):  # other ranks may not be here
-        problem = f"{'/'.join(path)} is not logged because it is a sharded DTensor: return its full_tensor()"
-        warnings.warn(problem, stacklevel=level_of_caller())
-        return
-    value = full_value(value)
     if isinstance(value, LazyNumber):
         yield path, value.read()
     elif isinstance(value, Number) or (text and isinstance(value, str)):
         yield path, value
-    elif isinstance(value, torch.Tensor) and value.ndim == 0:
-        yield path, value.detach()  # fetched together with the others
     elif isinstance(value, Mapping):
         for key, one in value.items():
             yield from _flat((*path, str(key)), one, text, hint)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         yield from _flat(path, dict(enumerate(value)), text, hint)
-    elif isinstance(value, torch.Tensor) and value.ndim == 1:
-        yield from _flat(path, value.tolist(), text, hint)
     else:
-        kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        problem = f"{'/'.join(path)} is not logged because it is a {kind}: {hint}"
-        warnings.warn(problem, stacklevel=level_of_caller())
+        kind = type(value).__name__
+        if needs_all_ranks(value):  # other ranks may not be here
+            kind, hint = "sharded DTensor", "return its full_tensor()"
+        elif isinstance(value, torch.Tensor):
+            value = full_value(value.detach())
+            if value.ndim == 0:
+                yield path, value  # fetched together with the others
+                return
+            if value.ndim == 1:
+                yield from _flat(path, value.tolist(), text, hint)
+                return
+            kind = f"tensor of shape {tuple(value.shape)}"
+        warnings.warn(f"{'/'.join(path)} is not logged because it is a {kind}: {hint}", stacklevel=level_of_caller())
 
 
 # --- loggers -----------------------------------------------------------------------------------------------------
@@ -419,8 +404,8 @@ class BaseLogger:
     # defaults on the class: subclasses need not call __init__
     iteration = 0
     has_failed = False
-    _attached: Sequence[RemovableEventHandle] = ()
-    _has_begun = _has_warned = False
+    _trainer: ReferenceType[Engine[Any, Any]] | None = None  # whose values were written last
+    _has_warned = False
 
     def attach(
         self,
@@ -454,11 +439,11 @@ class BaseLogger:
             if not getattr(log_handler, "needs_all_ranks", False):
                 handle.remove()
             return handle
-        self._attached = [*self._attached, *handles]
-        for source in (engine, engine_followed(log_handler)):
-            if source is not None and not source.has_event_handler(self._run_started, Events.STARTED):
+        followed = getattr(log_handler, "_followed", None)
+        for source, trainer in ((engine, followed), (followed, None)):
+            if source is not None and not source.has_event_handler(self._run_started):
                 # before handlers that write at STARTED
-                source.add_event_handler(Events.STARTED, self._run_started, order=Order.RESULTS)
+                source.add_event_handler(Events.STARTED, self._run_started, trainer, order=Order.RESULTS)
                 source.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self._flush)
         return handle
 
@@ -488,11 +473,6 @@ class BaseLogger:
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_values()")
 
-    def _write(self, method: Callable[..., object], values: Any, step: int, trainer: Engine[Any, Any]) -> None:
-        """Call :meth:`write_values` or :meth:`write_histograms` for values of a trainer, and warn once if it fails."""
-        self.iteration = self._iterations[trainer] = trainer.state.iteration
-        self._attempt(method, values, step)
-
     def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
         """Write histograms of tensors. Subclasses that can show histograms override this."""
         raise NotImplementedError(f"{type(self).__name__} shows no histograms")
@@ -515,7 +495,7 @@ class BaseLogger:
         return BaseOptimizerParamsHandler(*args, **kwargs)
 
     def _rewind(self, iteration: int) -> None:
-        """Remove or hide what was written after an iteration of the trainer, from which a run resumes."""
+        """Remove or hide what was written after an iteration, from which the trainer resumes."""
 
     def _begin(self) -> None:
         """Prepare for a job that does not resume an earlier one."""
@@ -540,33 +520,19 @@ class BaseLogger:
     def _flush(self) -> None:
         self._attempt(self._checkpoint_saved)
 
-    def _run_started(self, engine: Engine[Any, Any]) -> None:
-        """Rewind the log if this run resumes an earlier one."""
-        sources = self._sources()
-        if engine not in sources or outermost_engine() is not engine:
-            return  # all handlers were removed, or this is an evaluation in a handler
-        iteration = engine.state.iteration
-        if iteration > 0:
-            # else the values were written in a run that this one extends, or by another trainer
-            if not self._iterations or self._iterations.get(engine, 0) > iteration:
+    def _run_started(self, engine: Engine[Any, Any], followed: Engine[Any, Any] | None) -> None:
+        """Continue the log at the iteration of the trainer: before its first run, and where its state was set back."""
+        if outermost_engine() is not engine:
+            return  # an evaluation in a handler
+        trainer, before = followed or engine, self._trainer
+        iteration = trainer.state.iteration
+        # later, a run extends what was written, or is that of another trainer, whose iterations say nothing about it
+        if before is None or (before() is trainer and 0 < iteration < self.iteration):
+            self._trainer, self.iteration = ref(trainer), iteration
+            if iteration > 0:
                 self._attempt(self._rewind, iteration)
-        elif not self._has_begun and not any(one.state.iteration for one in sources):
-            self._attempt(self._begin)
-        self._has_begun = True
-
-    @cached_property
-    def _iterations(self) -> WeakKeyDictionary[Engine[Any, Any], int]:
-        """The iterations of the values that were written last, by trainer."""
-        return WeakKeyDictionary()
-
-    def _sources(self) -> list[Engine[Any, Any]]:
-        """Return the engines that handlers are attached to, and those whose steps they write."""
-        found: list[Engine[Any, Any] | None] = []
-        for one in self._attached:
-            source, handler = one.engine(), one.handler()
-            if source is not None and handler is not None and source.has_event_handler(handler):
-                found += [source, engine_followed(handler)]
-        return [one for one in found if one is not None]
+            else:
+                self._attempt(self._begin)
 
 
 class ServiceLogger(BaseLogger):
@@ -607,9 +573,3 @@ def answers(url: str, seconds: float = 10.0) -> bool:
     except OSError as error:
         return isinstance(getattr(error, "reason", None), ssl.SSLError)
     return True
-
-
-def engine_followed(handler: Any) -> Engine[Any, Any] | None:
-    """Return the engine whose steps a handler writes by ``global_step_from_engine``, if it does."""
-    transform = getattr(handler, "global_step_transform", None)
-    return transform.engine if isinstance(transform, StepOf) else None

@@ -51,6 +51,7 @@ class BaseParamScheduler(Serializable, ABC):
         self.event_index = 0
         self.save_history = save_history
         self._last_iteration: int | None = None  # in which it was called
+        self._last_epoch: int | None = None  # at whose start it was called
 
     @abstractmethod
     def get_param(self) -> Any:
@@ -93,7 +94,7 @@ class BaseParamScheduler(Serializable, ABC):
         memo = _memo(self)
         keys = self._state_dict_all_req_keys
         state = OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
-        state.update(last_iteration=self._last_iteration)
+        state.update(last_iteration=self._last_iteration, last_epoch=self._last_epoch)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -124,6 +125,7 @@ class BaseParamScheduler(Serializable, ABC):
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         memo = _memo(self)
         self._last_iteration = state_dict.get("last_iteration")  # which older states lack
+        self._last_epoch = state_dict.get("last_epoch")  # likewise
         for name in self._state_dict_all_req_keys:
             value, saved = getattr(self, name), copy.deepcopy(state_dict[name], memo)
             if hasattr(value, "load_state_dict"):
@@ -137,17 +139,22 @@ class BaseParamScheduler(Serializable, ABC):
                 attributes.update(saved)
 
     def _was_counted(self, engine: Engine[Any, Any]) -> bool:
-        """Return whether a resumed run continues an epoch, or after an error repeats an iteration, of its last call."""
-        event = engine.last_event_name
-        if event is _ITERATION_STARTED or event is _ITERATION_COMPLETED:
-            return self._last_iteration == engine.state.iteration and repeats_iteration(engine)
-        return event is _EPOCH_STARTED and self.event_index > 0 and resumes_epoch(engine)
+        """Return whether a resumed run continues or repeats the epoch or the iteration of the last call."""
+        event, state = engine.last_event_name, engine.state
+        if event is _EPOCH_STARTED:
+            if resumes_epoch(engine):
+                return self.event_index > 0
+            return self._last_epoch == state.epoch and engine.resumed_at == state.iteration
+        is_iteration = event is _ITERATION_STARTED or event is _ITERATION_COMPLETED
+        return is_iteration and self._last_iteration == state.iteration and repeats_iteration(engine)
 
     def _remember_call(self, engine: Engine[Any, Any]) -> None:
-        """Remember the iteration of a call."""
+        """Remember the iteration of a call, and the epoch if it starts."""
         if self._last_iteration is None:  # a check in each call would take as long as all of this
             check_engine("engine", engine)
         self._last_iteration = engine.state.iteration
+        if engine.last_event_name is _EPOCH_STARTED:
+            self._last_epoch = engine.state.epoch
 
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
         """Append an entry to the history."""

@@ -186,7 +186,6 @@ class EMAHandler(Serializable):
         if self._scheduler is not None:
             self._scheduler.param_name = name
             engine.add_event_handler(event, self._scheduler)
-        engine.add_event_handler(Events.STARTED, self._pair_tensors)
         engine.add_event_handler(event, self._update, name)
 
     def state_dict(self) -> OrderedDict[str, Any]:

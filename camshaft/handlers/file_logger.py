@@ -10,7 +10,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
@@ -43,7 +43,8 @@ class FileLogger(base_logger.BaseLogger, ABC):
     Each record is written in one piece. A resumed run continues the file and first removes the records at its end that
     have a later iteration; a new job renames an existing file. A record after :meth:`close` reopens the file; several
     loggers may write to the same file. If the disk is full, records are lost with one warning. A record with the step
-    and the values of the last one with the same names is not written again, as at two events of the same step.
+    and the values of the last one with the same names is not written again, as at the start of an epoch that a resumed
+    run repeats, or at two events of the same step.
 
     Args:
         path: the file, or a directory for it. A path with the suffix of the logger is a file.
@@ -71,10 +72,9 @@ class FileLogger(base_logger.BaseLogger, ABC):
         if not (values and self.writes_here):
             return
         named = {"/".join(path): plain(value) for path, value in values.items()}
-        record = {STEP: step, TIME: round(time.time(), 3), ITERATION: self.iteration, **named}
         if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:  # closed, removed, or replaced
-            self.close()
             self._open()
+        record = {STEP: step, TIME: round(time.time(), 3), ITERATION: self.iteration, **named}
         content = _content(record)
         if self._latest.get(tuple(content)) != content:
             self._append(record)
@@ -86,24 +86,13 @@ class FileLogger(base_logger.BaseLogger, ABC):
         if file is not None:
             file.close()
 
-    def _records(self, content: bytes | None = None) -> list[Record]:
-        """Return the records in the file, without a last one that is cut off."""
-        if content is None:
-            content = self.path.read_bytes() if self.path.exists() else b""
-        records = self._read(content[: content.rfind(b"\n") + 1])
-        return [{**record, STEP: int(record[STEP])} for record in records]
-
     @abstractmethod
     def _read(self, content: bytes) -> list[Record]:
-        """Read the records in the lines of a file."""
+        """Read the records in the lines of a file, which may be empty."""
 
     @abstractmethod
     def _line(self, record: Record) -> bytes:
         """Format a record."""
-
-    def _formatted(self, records: Iterable[Record]) -> bytes:
-        """Format a whole file."""
-        return b"".join(map(self._line, records))
 
     def _append(self, record: Record) -> None:
         """Write a record in one piece, or nothing."""
@@ -114,44 +103,39 @@ class FileLogger(base_logger.BaseLogger, ABC):
             self._file.truncate(self._file.tell() - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _open(self) -> None:
+    def _open(self) -> list[Record]:
+        """Open the file, without a last line that a kill has cut off, and return its records."""
+        self.close()
         self._file = FileIO(self.path, "ab")
-        self._latest.clear()
         content = self.path.read_bytes()
+        size = content.rfind(b"\n") + 1
         try:
-            if content and b"\n" not in content:
+            if content and not size:
                 raise ValueError("there is no complete line")
-            self._records(content)
+            records = self._read(content[:size])
+            self._latest = {tuple(content): content for content in map(_content, records)}
         except (ValueError, KeyError, TypeError) as error:
             self.close()
             kind = type(self).__name__
             raise ValueError(f"path must be a new file, or one that a {kind} wrote, got '{self.path}'") from error
-        self._file.truncate(content.rfind(b"\n") + 1)  # a kill may have cut off the last line
-
-    def _replace(self, records: Iterable[Record]) -> None:
-        """Replace all records in the file."""
-        content = self._formatted(records)
-        write_atomically(self.path, lambda file: file.write(content))
-        self.close()
-        self._file = FileIO(self.path, "ab")
-        self._latest.clear()
+        self._file.truncate(size)
+        return records
 
     def _rewind(self, iteration: int) -> None:
-        records = self._records()
-        size, later = len(records), math.inf
-        while size and iteration < (found := int(records[size - 1].get(ITERATION, 0))) <= later:
-            size, later = size - 1, found  # an increase is the end of another run, as of a trainer that ran before
-        if size < len(records):
-            self._replace(records[:size])
-        self._latest = {tuple(content): content for content in map(_content, records[:size])}
+        records = self._open()
+        kept, later = len(records), math.inf
+        while kept and iteration < (found := int(records[kept - 1].get(ITERATION, 0))) <= later:
+            kept, later = kept - 1, found  # an increase is the end of another run, as of a trainer that ran before
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        os.truncate(self.path, sum(map(len, lines[: len(lines) - len(records) + kept])))
+        self._open()
 
     def _begin(self) -> None:
-        if not self._records():
+        if not self._open():
             return
         number = 1
         while (aside := self.path.with_name(f"{self.path.stem}.{number}{self.suffix}")).exists():
             number += 1
-        self.close()
         os.rename(self.path, aside)
         self._open()
 
@@ -192,36 +176,22 @@ class CSVLogger(FileLogger):
     _columns: list[str]  # of the file, set when it is read
 
     def _append(self, record: Record) -> None:
-        columns = self._columns
-        if record.keys() <= set(columns):
-            super()._append(record)
-            return
-        records = self._records()
-        self._columns = [*self._columns, *(name for name in record if name not in self._columns)]
-        try:
-            self._replace([*records, record])
-        except OSError:
-            self._columns = columns
-            raise
+        new = [name for name in record if name not in self._columns]
+        if new:
+            rows = self.path.read_bytes().splitlines()[1:]
+            lines = [_row([*self._columns, *new]), *(row + b"," * len(new) + b"\n" for row in rows)]
+            write_atomically(self.path, lambda file: file.writelines(lines))
+            self._open()
+        super()._append(record)
 
     def _read(self, content: bytes) -> list[Record]:
-        if not content:
-            self._columns = []
-            return []
-        header, *rows = csv.reader(content.decode().splitlines())
-        if header[:2] != [STEP, TIME]:
-            raise ValueError(f"the columns are {header}")
-        self._columns = header
-        return [{name: cell for name, cell in zip(header, row, strict=True) if cell != ""} for row in rows]
-
-    def _formatted(self, records: Iterable[Record]) -> bytes:
-        return self._line({name: name for name in self._columns}) + super()._formatted(records)
+        self._columns, *rows = csv.reader(content.decode().splitlines()) if content else [[]]
+        if content and self._columns[:2] != [STEP, TIME]:
+            raise ValueError(f"the columns are {self._columns}")
+        return [{name: cell for name, cell in zip(self._columns, row, strict=True) if cell != ""} for row in rows]
 
     def _line(self, record: Record) -> bytes:
-        cells = (" ".join(str(record.get(name, "")).splitlines()) for name in self._columns)  # without line breaks
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerow(cells)
-        return text.getvalue().encode(errors="backslashreplace")
+        return _row([record.get(name, "") for name in self._columns])
 
 
 class JSONLinesLogger(FileLogger):
@@ -256,10 +226,11 @@ class JSONLinesLogger(FileLogger):
         return [json.loads(line) for line in content.splitlines()]
 
     def _line(self, record: Record) -> bytes:
-        for name, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record = {**record, name: json.dumps(value)}
-        return json.dumps(record, allow_nan=False).encode() + b"\n"
+        finite = {
+            name: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        return json.dumps(finite).encode() + b"\n"
 
 
 class OutputHandler(base_logger.BaseOutputHandler):
@@ -299,4 +270,12 @@ def plain(value: Any) -> Any:
 
 def _content(record: Record) -> dict[str, str]:
     """Return the step and the values of a record as text, as a file has them."""
-    return {name: str(value) for name, value in record.items() if name not in (TIME, ITERATION)}
+    step = str(int(record[STEP]))
+    return {STEP: step, **{name: str(value) for name, value in record.items() if name not in (STEP, TIME, ITERATION)}}
+
+
+def _row(cells: list[Any]) -> bytes:
+    """Format a line of a CSV file, without line breaks in its cells."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerow(" ".join(str(cell).splitlines()) for cell in cells)
+    return text.getvalue().encode(errors="backslashreplace")

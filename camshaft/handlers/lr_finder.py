@@ -117,10 +117,11 @@ class FastaiLRFinder:
         if diverge_th != math.inf:
             number("diverge_th", diverge_th, least=1)
         bounds = _bounds(to_save["optimizer"].param_groups, start_lr, end_lr, step_mode == "exp")
-        count, done, diverged = 0, 0, False
+        rates: list[float] = []
+        first, last, diverged = 0, 0, False  # iterations
 
         def start(engine: Engine[Any, Any]) -> None:
-            nonlocal count, done, diverged
+            nonlocal first, last, diverged
             state, target = engine.state, engine.state.max_iters
             if target is None and state.epoch_length is not None and state.max_epochs is not None:
                 target = state.epoch_length * state.max_epochs
@@ -130,29 +131,27 @@ class FastaiLRFinder:
                 raise ValueError("num_iter must be given, since the data have no length")
             state.max_epochs, state.max_iters = None, target
             self._rates, self._losses = [], []
-            count, done, diverged = target - state.iteration, 0, False
+            first, last, diverged = state.iteration + 1, target, False
             _restore_later(stack, (), [one for one in _reached([state.dataloader]) if isinstance(one, torch.Generator)])
 
-        def current_rates() -> list[float]:
-            share = done / max(1, count - 1)
+        def set_rates(engine: Engine[Any, Any]) -> None:
+            share = (engine.state.iteration - first) / max(1, last - first)
             if step_mode == "linear":
-                return [start + share * (end - start) for start, end in bounds]
-            return [start * (end / start) ** share for start, end in bounds]
-
-        def set_rates() -> None:
-            _write_rates(to_save["optimizer"], current_rates())
+                rates[:] = [start + share * (end - start) for start, end in bounds]
+            else:
+                rates[:] = [start * (end / start) ** share for start, end in bounds]
+            _write_rates(to_save["optimizer"], rates)
 
         def record(engine: Engine[Any, Any]) -> None:
-            nonlocal done, diverged
+            nonlocal diverged
             loss = float(scalar("output_transform", output_transform(engine.state.output)))
             if get_world_size() > 1:
                 loss = all_reduce(loss) / get_world_size()
             if self._losses and smooth_f:
                 loss = smooth_f * loss + (1 - smooth_f) * self._losses[-1]
             if math.isfinite(loss):
-                self._rates.append(current_rates())
+                self._rates.append(list(rates))
                 self._losses.append(loss)
-            done += 1
             if diverge_th == math.inf:
                 return
             best = min(self._losses, default=math.inf)
@@ -347,7 +346,7 @@ def _restore_later(stack: ExitStack, given: Collection[Any], found: Iterable[Any
                     if (buffer := module._buffers[name]) is not None:
                         stack.callback(module._buffers.__setitem__, name, buffer)
                         stack.callback(buffer.copy_, buffer.clone())
-        for group in getattr(one, "param_groups", ()) if isinstance(one, Optimizer) else ():
+        for group in one.param_groups if isinstance(one, Optimizer) else ():
             for parameter in group["params"]:
                 stack.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = None

@@ -59,7 +59,7 @@ class MLflowLogger(base_logger.ServiceLogger):
         mlflow = load_optional("mlflow", extra="mlflow", needed_by="MLflowLogger")
         self._mlflow: Any = Silence()
         self.active_run: Any = None
-        self._outbox = Outbox("MLflow")
+        self._outbox = Outbox()
         self._last_steps: dict[str, int] | None = None
         if not self.writes_here:
             return
@@ -84,11 +84,11 @@ class MLflowLogger(base_logger.ServiceLogger):
             if not (is_plain and _NAME.fullmatch(name)):
                 warnings.warn(f"MLflow does not accept the name {name!r}: it is not logged", stacklevel=2)
                 del metrics[name]
-        self._outbox.put(self._send, metrics, step, int(time.time() * 1000))
+        self._outbox.put(self._attempt, self._send, metrics, step, int(time.time() * 1000))
 
     def close(self) -> None:
         """Wait at most a minute for metrics that are still to be sent, and end the run, which failed after an error."""
-        self._outbox.close()
+        self._attempt(self._outbox.close)
         if self.active_run is not None:
             self._attempt(self._mlflow.end_run, *(["FAILED"] if self.has_failed else []))
             self.active_run = None
@@ -130,58 +130,54 @@ class OptimizerParamsHandler(base_logger.BaseOptimizerParamsHandler):
 class Outbox:
     """Runs calls in order in a background thread, so that a slow service does not block the run.
 
-    The first error, or call that is dropped because the queue is full, causes a warning; later calls still run. The
-    thread is a daemon: it does not delay the exit of a process that crashed, as a thread of ``concurrent.futures``
+    The thread is a daemon: it does not delay the exit of a process that crashed, as a thread of ``concurrent.futures``
     would.
 
     Args:
-        name: the name of the service, for warnings.
         capacity: the maximum number of waiting calls.
         patience: the number of seconds that :meth:`close` waits for remaining calls.
 
-    >>> outbox, sent = Outbox("the service"), []
+    >>> outbox, sent = Outbox(), []
     >>> outbox.put(sent.append, 1)
     >>> outbox.close()
     >>> sent
     [1]
     """
 
-    def __init__(self, name: str, capacity: int = 10_000, patience: float = 60.0) -> None:
-        self._name = name
+    def __init__(self, capacity: int = 10_000, patience: float = 60.0) -> None:
         self._patience = patience
         self._calls: queue.Queue[Any] = queue.Queue(capacity)
         self._thread: threading.Thread | None = None
-        self._has_warned = False
 
     def put(self, function: Callable[..., object], *args: Any) -> None:
-        """Schedule a call."""
+        """Schedule a call, which must not raise.
+
+        Raises:
+            TimeoutError: too many calls are waiting.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="camshaft-log", daemon=True)
             self._thread.start()
         try:
             self._calls.put_nowait((function, args))
         except queue.Full:
-            self._warn(f"more than {self._calls.maxsize} calls are waiting")
+            raise TimeoutError(f"{self._calls.maxsize} calls are waiting") from None
 
     def close(self) -> None:
-        """Wait for the remaining calls and end the thread; a later :meth:`put` starts another."""
+        """Wait for the remaining calls and end the thread; a later :meth:`put` starts another.
+
+        Raises:
+            TimeoutError: calls are still waiting.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             with suppress(queue.Full):
                 self._calls.put(None, timeout=self._patience)
             thread.join(self._patience)
             if thread.is_alive():
-                self._warn(f"about {self._calls.qsize()} calls were still waiting at the end")
+                raise TimeoutError(f"about {self._calls.qsize()} calls were still waiting at the end")
 
     def _work(self) -> None:
         while call := self._calls.get():
             function, args = call
-            try:
-                function(*args)
-            except Exception as error:
-                self._warn(f"{type(error).__name__}: {error}")
-
-    def _warn(self, problem: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"values may be missing in {self._name}: {problem}", stacklevel=2)
+            function(*args)

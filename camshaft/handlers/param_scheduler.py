@@ -145,8 +145,7 @@ class ParamScheduler(SteppedScheduler):
 
         Args:
             num_events: number of values.
-            scheduler_kwargs: arguments of the scheduler. ``optimizer``, ``param_group_index`` and ``save_history``
-                are ignored.
+            scheduler_kwargs: arguments of the scheduler. ``optimizer`` and ``param_group_index`` are ignored.
 
         >>> from camshaft.handlers import LinearCyclicalScheduler
         >>> LinearCyclicalScheduler.simulate_values(
@@ -154,7 +153,7 @@ class ParamScheduler(SteppedScheduler):
         ... )
         [[0, 0.0], [1, 0.5], [2, 1.0], [3, 0.5]]
         """
-        ignored = ("optimizer", "param_group_index", "save_history")
+        ignored = ("optimizer", "param_group_index")
         given = {key: value for key, value in scheduler_kwargs.items() if key not in ignored}
         scheduler = cls(optimizer=spare_optimizer(scheduler_kwargs.get("param_name", "lr")), **given)
         return rows_of(scheduler, num_events, scheduler._columns)
@@ -432,7 +431,7 @@ class LRScheduler(ParamScheduler):
         Returns:
             For each call its index and the rate of each group.
         """
-        scheduler = cls(lr_scheduler, **{**kwargs, "save_history": False})
+        scheduler = cls(lr_scheduler, **kwargs)
         with unchanged([scheduler]):
             return rows_of(scheduler, num_events, scheduler._columns)
 
@@ -544,7 +543,7 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
         """
         if len(metric_values) != num_events:
             raise ValueError(f"metric_values must hold num_events={num_events} values, got {len(metric_values)}")
-        ignored = ("optimizer", "metric_name", "trainer", "param_group_index", "save_history")
+        ignored = ("optimizer", "metric_name", "param_group_index")
         given = {key: value for key, value in scheduler_kwargs.items() if key not in ignored}
         scheduler = cls(spare_optimizer("lr", number("init_lr", init_lr)), "metric", **given)
         rows = []
@@ -691,7 +690,7 @@ class ParamGroupScheduler(_Combination, Serializable):
         """
         _check_members(schedulers, (ParamScheduler,), ValueError)
         with unchanged(schedulers):
-            scheduler = cls(schedulers, **{**kwargs, "save_history": False})
+            scheduler = cls(schedulers, **kwargs)
             return rows_of(scheduler, num_events, lambda: [value for one in schedulers for value in one._columns()])
 
 
@@ -966,7 +965,6 @@ def unchanged(schedulers: Sequence[Any]) -> Iterator[None]:
             scheduler.load_state_dict(state)
             scheduler.save_history = save_history
         for group, entries in groups:
-            group.clear()
             group.update(entries)
         for tensor, value in tensors:
             tensor.copy_(value)

@@ -102,7 +102,7 @@ class StateParamScheduler(BaseParamScheduler):
             num_events: number of values.
             scheduler_kwargs: arguments of the scheduler.
         """
-        scheduler = cls(**{**scheduler_kwargs, "save_history": False})
+        scheduler = cls(**scheduler_kwargs)
         before, rows = scheduler.state_dict(), []
         try:
             for index in range(num_events):

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path as FilePath
 from typing import Any
 
 from camshaft.arguments import load_optional
-from camshaft.engine.engine import outermost_engine
-from camshaft.engine.events import Events
-from camshaft.engine.plan import num_epochs
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path, Silence
 from camshaft.handlers.steps import global_step_from_engine
@@ -30,15 +24,13 @@ __all__ = [
     "global_step_from_engine",
 ]
 
-logger = logging.getLogger(__name__)
-
 
 class TensorboardLogger(base_logger.ServiceLogger):
     """Writes event files for TensorBoard, on rank 0.
 
-    A run that resumes in the directory of an earlier one hides all points with later steps than its iteration, as the
-    writer's ``purge_step`` does, and a training that starts from the beginning hides all points after step 0. Points
-    whose steps are epochs may thus remain and appear twice: let evaluators log with the trainer's iteration. Points
+    A run that resumes in the directory of an earlier one hides all points with later steps than its iteration, by the
+    writer's ``purge_step``. Points whose steps are epochs may thus remain and appear twice: let evaluators log with the
+    trainer's iteration. A run that starts from the beginning hides nothing: give it a directory of its own. Points
     logged before a checkpoint are on disk when the checkpoint is.
 
     Args:
@@ -90,27 +82,14 @@ class TensorboardLogger(base_logger.ServiceLogger):
     def close(self) -> None:
         """Flush and close the files."""
         self._attempt(self.writer.close)
+        self.writer.purge_step = None  # that of tensorboardX would hide points whenever it reopens
 
     def _checkpoint_saved(self) -> None:
         self.writer.flush()
 
-    def _begin(self) -> None:
-        engine = outermost_engine()
-        is_training = (engine is not None and num_epochs(engine.state) != 1) or any(
-            one.event_name in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED) for one in self._attached
-        )
-        folder = self.writer._get_file_writer().get_logdir()
-        if is_training and len(list(FilePath(folder).glob("*tfevents*"))) > 1:
-            logger.info(
-                "TensorBoard hides the points of earlier runs in %s: this run starts from the beginning", folder
-            )
-            self._rewind(0)
-
     def _rewind(self, iteration: int) -> None:
-        # what the writer does with purge_step when it opens a file
-        library = sys.modules[type(self.writer).__module__]
-        start = library.Event(session_log=library.SessionLog(status=library.SessionLog.START))
-        self.writer._get_file_writer().add_event(start, iteration + 1)  # opens a file after close()
+        self.writer.close()
+        self.writer.purge_step = iteration + 1  # in the file that the next point opens
 
 
 class OutputHandler(base_logger.BaseOutputHandler):

@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
@@ -141,11 +142,9 @@ class _Profiler:
         self._started = perf_counter()
 
     def _begin_row(self, engine: Engine[Any, Any]) -> None:
-        state = engine.state
-        self._epochs.append(state.epoch)
-        self._iterations.append(state.iteration)
-        self._outside = 0.0
-        self._started = perf_counter()
+        self._epochs.append(engine.state.epoch)
+        self._iterations.append(engine.state.iteration)
+        self._begin(engine)
 
     def _end(self, samples: _Samples, shift: int, engine: Engine[Any, Any]) -> None:
         """Keep what began last as a sample of the next row, or of one before it."""
@@ -248,11 +247,16 @@ class BasicTimeProfiler(_Profiler):
             ``event_handlers_stats`` has the same for each event by name, and the ``total_time`` of all, a tensor.
             ``event_handlers_names`` has lists of names as ``<EVENT>_names``.
         """
-        handlers: dict[str, Any] = {event.name: _basic_statistics(samples) for event, samples in self._events.items()}
+
+        def statistics(samples: _Samples) -> dict[str, Any]:
+            found = _statistics(samples.seconds)
+            return found if len(samples.seconds) > 1 else {"total": found.get("total", "not yet triggered")}
+
+        handlers: dict[str, Any] = {event.name: statistics(samples) for event, samples in self._events.items()}
         handlers["total_time"] = sum((times.sum() for times in self.event_handlers_times.values()), torch.tensor(0.0))
         return OrderedDict(
-            processing_stats=_basic_statistics(self._processes),
-            dataflow_stats=_basic_statistics(self._fetches),
+            processing_stats=statistics(self._processes),
+            dataflow_stats=statistics(self._fetches),
             event_handlers_stats=handlers,
             event_handlers_names={f"{event.name}_names": names for event, names in self.event_handlers_names.items()},
         )
@@ -276,13 +280,17 @@ class BasicTimeProfiler(_Profiler):
     @staticmethod
     def print_results(results: Mapping[str, Mapping[str, Any]]) -> str:
         """Print what :meth:`get_results` returned, and return the text."""
+
+        def line(statistics: Mapping[str, Any]) -> str:
+            return " | ".join(_cell(value, ".5f") for value in statistics.values())
+
         events, names = results["event_handlers_stats"], results["event_handlers_names"]
         sections = [
-            ("Processing function", _line(results["processing_stats"])),
-            ("Dataflow", _line(results["dataflow_stats"])),
+            ("Processing function", line(results["processing_stats"])),
+            ("Dataflow", line(results["dataflow_stats"])),
             ("Event handlers", f"{float(events['total_time']):.5f}"),
             *(
-                (f"- Events.{event.name}: {list(names[f'{event.name}_names'])}", _line(events[event.name]))
+                (f"- Events.{event.name}: {list(names[f'{event.name}_names'])}", line(events[event.name]))
                 for event in _PRINTED
             ),
         ]
@@ -372,23 +380,29 @@ class HandlersTimeProfiler(_Profiler):
             that of the call, from 0; then the same for ``Total``, which has only the total, ``Processing`` and
             ``Dataflow``.
         """
+
+        def row(name: str, event: str, seconds: array[float]) -> list[Any]:
+            if not seconds:
+                return [name, event, "not triggered", *["None"] * 4]
+            total, (low, low_index), (high, high_index), mean, std = _statistics(seconds).values()
+            total, low, high, mean, std = (round(one, 5) for one in (total, low, high, mean, std))
+            return [name, event, total, (low, low_index), (high, high_index), mean, std]
+
         calls = self._calls.values()
         total = sum(sum(one.seconds) for one in calls)
         return [
-            *(_row(one.handler, one.event, one.seconds) for one in calls),
+            *(row(*one) for one in calls),
             ["Total", "", round(total, 5), "", "", "", ""],
-            _row("Processing", "None", self._processes.seconds),
-            _row("Dataflow", "None", self._fetches.seconds),
+            row("Processing", "None", self._processes.seconds),
+            row("Dataflow", "None", self._fetches.seconds),
         ]
 
     def write_results(self, output_path: str | os.PathLike[str]) -> None:
         """Write a CSV file with a row per sample and a column per handler, padded with zeros."""
-        calls = list(self._calls.values())
+        calls = self._calls.values()
         names = ["#", "processing_stats", "dataflow_stats", *(f"{one.handler} ({one.event})" for one in calls)]
         seconds = [self._processes.seconds, self._fetches.seconds, *(one.seconds for one in calls)]
-        size = max(map(len, seconds))
-        padded = [[*column, *[0.0] * (size - len(column))] for column in seconds]
-        _write_table(output_path, names, [range(1, size + 1), *padded])
+        _write_table(output_path, names, [range(1, max(map(len, seconds)) + 1), *seconds])
 
     @staticmethod
     def print_results(results: Sequence[Sequence[Any]]) -> str:
@@ -422,37 +436,20 @@ def _statistics(seconds: array[float]) -> dict[str, Any]:
     }
 
 
-def _basic_statistics(samples: _Samples) -> dict[str, Any]:
-    found = _statistics(samples.seconds)
-    if len(samples.seconds) > 1:
-        return found
-    return {"total": found.get("total", "not yet triggered")}
+def _cell(value: Any, form: str = "") -> str:
+    """Return a statistic as text.
 
-
-def _row(name: str, event: str, seconds: array[float]) -> list[Any]:
-    if not seconds:
-        return [name, event, "not triggered", *["None"] * 4]
-    total, (low, low_index), (high, high_index), mean, std = _statistics(seconds).values()
-    total, low, high, mean, std = (round(one, 5) for one in (total, low, high, mean, std))
-    return [name, event, total, (low, low_index), (high, high_index), mean, std]
-
-
-def _line(statistics: Mapping[str, Any]) -> str:
-    """Return statistics as a line.
-
-    >>> _line({"total": 3.0, "min/index": (1.0, 0), "max/index": (2.0, 1), "mean": 1.5, "std": 0.5})
-    '3.00000 | 1.00000/0 | 2.00000/1 | 1.50000 | 0.50000'
+    >>> _cell((1.5, 3), ".2f"), _cell(2.0), _cell("not triggered", ".2f")
+    ('1.50/3', '2.0', 'not triggered')
     """
-    pairs = (value if isinstance(value, tuple) else (value,) for value in statistics.values())
-    return " | ".join(_cell(tuple(f"{one:.5f}" if isinstance(one, float) else one for one in pair)) for pair in pairs)
-
-
-def _cell(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return f"{value[0]:{form}}/{value[1]}"
+    return format(value, form) if isinstance(value, float) else str(value)
 
 
 def _write_table(path: str | os.PathLike[str], header: Iterable[str], columns: Iterable[Iterable[Any]]) -> None:
+    """Write a CSV file; short columns are padded with zeros."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
-        writer.writerows(zip(*columns, strict=True))
+        writer.writerows(zip_longest(*columns, fillvalue=0.0))

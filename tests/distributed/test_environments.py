@@ -9,26 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import MappingProxyType
+from unittest import mock
 
 import pytest
 
 from camshaft.distributed import environments
 from camshaft.distributed.environments import detect, first_host, torchrun_agent
-from camshaft.distributed.topology import Launch, Topology
-from tests.distributed.observed import (
-    batch,
-    by_hand,
-    horovod,
-    job,
-    mpich,
-    open_mpi,
-    rendezvous,
-    step,
-    torchrun,
-)
+from tests.distributed.observed import batch, by_hand, horovod, job, mpich, open_mpi, rendezvous, step, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("num_nodes", "node_rank")
+SECOND_OF_TWO = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 
 
 def found(environ):
@@ -37,12 +28,8 @@ def found(environ):
 
 
 def place(launch):
-    topology = launch.topology
-    return (
-        (topology.rank, topology.world_size),
-        (topology.local_rank, topology.local_world_size),
-        (topology.node_rank, topology.num_nodes),
-    )
+    one = launch.topology
+    return (one.rank, one.world_size), (one.local_rank, one.local_world_size), (one.node_rank, one.num_nodes)
 
 
 DOCUMENTED = {
@@ -54,14 +41,8 @@ DOCUMENTED = {
     "SLURM_JOB_NUM_NODES": "2",
     "SLURM_JOB_NODELIST": "c1,c2",
 }
-PART_OF_JOB = step(
-    *(0, 0, [1]),
-    SLURM_STEP_NODELIST="n2",
-    SLURM_JOB_NUM_NODES="2",
-    SLURM_JOB_NODELIST="n[1-2]",
-    SLURM_TASKS_PER_NODE="2(x2)",
-    SLURM_NTASKS="4",
-)
+OF_JOB = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS": "4"}
+PART_OF_JOB = step(0, 0, [1], SLURM_STEP_NODELIST="n2", SLURM_JOB_NUM_NODES="2", **OF_JOB)
 ONE_LAUNCHER = [
     # what is set, who started it, (rank, of), (local rank, of), (node, of), what of it is assumed
     (torchrun(1, 1, [2]), "torchrun", (1, 2), (1, 2), (0, 1), ()),
@@ -72,14 +53,7 @@ ONE_LAUNCHER = [
     (by_hand(1, 1, 4, LOCAL_WORLD_SIZE="2"), "environment", (1, 4), (1, 2), (0, 2), NODES),
     (by_hand(3, 3, 4), "environment", (3, 4), (3, 4), (0, 1), ("local_world_size", *NODES)),
     (by_hand(5, 1, 8), "environment", (5, 8), (1, 4), (1, 2), ("local_world_size", *NODES)),
-    (
-        by_hand(2, 0, 3, LOCAL_WORLD_SIZE="1", GROUP_RANK="1", GROUP_WORLD_SIZE="2"),
-        "environment",
-        (2, 3),
-        (0, 1),
-        (1, 2),
-        (),
-    ),
+    (by_hand(2, 0, 3, LOCAL_WORLD_SIZE="1", **SECOND_OF_TWO), "environment", (2, 3), (0, 1), (1, 2), ()),
     (step(1, 1, [2]), "slurm", (1, 2), (1, 2), (0, 1), ()),
     (step(1, 0, [1, 1], node=1), "slurm", (1, 2), (0, 1), (1, 2), ()),
     (step(2, 0, [2, 1], node=1), "slurm", (2, 3), (0, 1), (1, 2), ()),
@@ -99,25 +73,17 @@ ONE_LAUNCHER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("task", "has_terminal", "is_launch"),
-    [
-        (["bash"], True, False),
-        (["/bin/bash", "-l"], True, False),
+def test_the_shell_of_a_step_with_a_terminal_is_not_one_of_several_processes(monkeypatch):
+    for task, has_terminal, is_launch in (
         (["-zsh"], True, False),
         (["bash"], False, True),  # each reads the same script from srun
-        (["bash", "train.sh"], True, True),
         (["bash", "-c", "python train.py"], True, True),
         (["python", "train.py"], True, True),
         ([], True, True),  # nobody knows
-    ],
-)
-def test_the_shell_of_a_step_with_a_terminal_is_not_one_of_several_processes(
-    monkeypatch, task, has_terminal, is_launch
-):
-    monkeypatch.setattr(environments, "_task_of_step", lambda: task)
-    environ = step(0, 0, [4]) | ({"SLURM_PTY_PORT": "4711"} if has_terminal else {})
-    assert (found(environ) is not None) == is_launch
+    ):
+        monkeypatch.setattr(environments, "_task_of_step", lambda task=task: task)
+        environ = step(0, 0, [4]) | ({"SLURM_PTY_PORT": "4711"} if has_terminal else {})
+        assert (found(environ) is not None) == is_launch, task
 
 
 def test_the_task_is_the_child_of_the_daemon_of_the_step(tmp_path):
@@ -148,6 +114,8 @@ def test_each_launcher_is_recognised_and_says_where_the_process_stands(
         batch([2, 2]),
         step(0, 0, [4], SLURM_STEP_ID="4294967290"),  # the shell that salloc opens
         {"TORCHELASTIC_RUN_ID": "none"},  # a process for which a worker took the rest away
+        {name: value for name, value in DOCUMENTED.items() if name != "SLURM_STEP_ID"},
+        {name: value for name, value in DOCUMENTED.items() if name != "SLURM_PROCID"},
     ],
 )
 def test_what_nobody_launched_stands_alone(environ):
@@ -194,9 +162,7 @@ OF_BOTH = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "RANK", "LOC
         (by_hand(1, 1, 4) | mpich(0, 4, 0, 2), ("RANK", "PMI_RANK")),  # two on each node cannot start one more
         (step(3, 1, [3, 3], node=1) | rendezvous(1, 1, 2), OF_BOTH),
         (step(3, 1, [2, 2], node=1) | rendezvous(3, 1, 8), OF_BOTH),  # several nodes with several tasks must agree
-        (step(3, 1, [2, 2], node=1) | rendezvous(2, 1, 4), OF_BOTH),
         (step(1, 1, [2]) | rendezvous(0, 1, 2), OF_BOTH),
-        (step(1, 1, [2]) | rendezvous(1, 0, 2), OF_BOTH),
         (step(1, 1, [4]) | rendezvous(1, 1, 2), OF_BOTH),
         (step(1, 0, [1, 1], node=1) | rendezvous(0, 0, 2), OF_BOTH),
     ],
@@ -224,43 +190,29 @@ def test_the_refusal_is_a_table_with_a_column_for_each_source():
     ("environ", "message"),
     [
         (by_hand(2, 0, 2), r"rank must be in \[0, world_size\).*RANK=2.*WORLD_SIZE=2"),
-        (by_hand(-1, 0, 2), r"rank must be in \[0, world_size\).*RANK=-1"),
-        (by_hand(0, 0, 0), "WORLD_SIZE=0"),
-        (by_hand(0, 3, 2), r"local_rank must be in \[0, local_world_size\).*LOCAL_RANK=3"),
         (by_hand(2, 2, 4, LOCAL_WORLD_SIZE="2"), r"local_rank must be .*LOCAL_RANK=2.*LOCAL_WORLD_SIZE=2"),
-        (by_hand(0, 0, 2, LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE=0"),
-        (by_hand(0, 0, 2, LOCAL_WORLD_SIZE="4"), r"every node must have a process.*LOCAL_WORLD_SIZE=4"),
-        (by_hand(0, 0, 2, GROUP_RANK="2", GROUP_WORLD_SIZE="2"), r"node_rank must be .*GROUP_RANK=2"),
         (torchrun(0, 0, [1]) | {"LOCAL_RANK": "1"}, r"local_rank must be .*torchrun|LOCAL_RANK=1"),
         (torchrun(0, 0, [2, 1]) | {"GROUP_WORLD_SIZE": "3"}, "every node must have a process.*GROUP_WORLD_SIZE=3"),
         (open_mpi(2, 2, 0, 2), "rank must be.*OMPI_COMM_WORLD_RANK=2"),
         (mpich(0, 2, 2, 2), "local_rank must be.*MPI_LOCALRANKID=2"),
         (horovod(0, 2, 0, 1, 2, 2), "node_rank must be.*HOROVOD_CROSS_RANK=2"),
-        (step(2, 0, [2]), "rank must be.*SLURM_PROCID=2"),
-        (step(0, 2, [2]), "local_rank must be.*SLURM_LOCALID=2"),
         (step(0, 0, [2], SLURM_NODEID="1"), "node_rank must be.*SLURM_NODEID=1"),
         *(
             (environ | {name: value}, rf"variable {name} must be .*{re.escape(repr(value))}")
             for environ, name, value in (
                 (rendezvous(0, 0, 1), "RANK", ""),
-                (rendezvous(0, 0, 1), "WORLD_SIZE", "1.0"),
                 (torchrun(0, 0, [1]), "LOCAL_WORLD_SIZE", "0x1"),
                 (open_mpi(0, 1, 0, 1), "OMPI_COMM_WORLD_LOCAL_RANK", "abc"),
                 (mpich(0, 1, 0, 1), "PMI_SIZE", "abc"),
                 (horovod(0, 1, 0, 1, 0, 1), "HOROVOD_CROSS_SIZE", "abc"),
                 (step(0, 0, [1]), "SLURM_PROCID", "abc"),
-                (step(0, 0, [1]), "SLURM_JOB_ID", "abc"),
-                (step(0, 0, [1]), "SLURM_STEP_NUM_NODES", ""),
             )
         ),
-        *(
-            (rendezvous(0, 0, 1) | {"MASTER_PORT": port}, f"MASTER_PORT must be .*{port}")
-            for port in ("abc", "-1", "65536")
-        ),
+        (rendezvous(0, 0, 1) | {"MASTER_PORT": "abc"}, "MASTER_PORT must be .*abc"),
+        (rendezvous(0, 0, 1) | {"MASTER_PORT": "65536"}, "MASTER_PORT must be .*65536"),
         ({"RANK": "1"}, "the environment has RANK=1 but not WORLD_SIZE, LOCAL_RANK"),
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "has WORLD_SIZE=2, LOCAL_RANK=0 but not RANK"),
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "has RANK=0, WORLD_SIZE=2 but not LOCAL_RANK"),
-        ({"WORLD_SIZE": "2"} | batch([2]), "has WORLD_SIZE=2 but not RANK, LOCAL_RANK"),
         ({"PMI_RANK": "0"}, "has PMI_RANK=0 but not PMI_SIZE"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "has OMPI_COMM_WORLD_SIZE=2 but not OMPI_COMM_WORLD_RANK"),
         ({"HOROVOD_SIZE": "2"}, "has HOROVOD_SIZE=2 but not HOROVOD_RANK"),
@@ -279,7 +231,6 @@ def test_what_cannot_be_is_refused_with_its_variables(environ, message):
     ("launched", "some", "missing"),
     [
         (open_mpi(1, 2, 1, 2), {"WORLD_SIZE": "7"}, "RANK, LOCAL_RANK"),
-        (step(1, 1, [2]), {"WORLD_SIZE": "8"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         (step(1, 1, [2]), {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, "RANK, WORLD_SIZE, LOCAL_RANK"),
         (step(1, 1, [2]), by_hand(0, 0, 1), "MASTER_ADDR, MASTER_PORT"),
     ],
@@ -294,16 +245,13 @@ def test_some_variables_set_by_hand_beside_a_launcher_are_ignored_with_a_warning
 
 
 @pytest.mark.parametrize(
-    ("environ", "address"),
+    ("environ", "expected"),
     [
         (torchrun(0, 0, [1]), ("localhost", 29611)),
         (rendezvous(0, 0, 1), ("10.0.0.9", 4000)),
         (by_hand(0, 0, 1), (None, None)),
-        (by_hand(0, 0, 1, MASTER_ADDR="", MASTER_PORT=""), (None, None)),
-        (open_mpi(0, 1, 0, 1), (None, None)),
         (open_mpi(0, 1, 0, 1) | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, ("a", 7)),
         (mpich(0, 1, 0, 1) | {"MASTER_PORT": "0"}, (None, 0)),
-        (mpich(0, 1, 0, 1) | rendezvous(0, 0, 1), ("10.0.0.9", 4000)),
         (horovod(0, 1, 0, 1, 0, 1) | {"MASTER_ADDR": "a"}, ("a", None)),
         (step(0, 0, [1]), ("n1", 17345)),
         (DOCUMENTED, ("c1", 17345)),
@@ -311,45 +259,28 @@ def test_some_variables_set_by_hand_beside_a_launcher_are_ignored_with_a_warning
         (step(1, 1, [2]) | rendezvous(1, 1, 2), ("10.0.0.9", 4000)),
     ],
 )
-def test_the_address_is_that_of_the_variables_and_of_slurm(environ, address, monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
-    launch = found(environ)
-    assert (launch.master_addr, launch.master_port) == address
-
-
-def test_torchrun_may_host_the_store():
-    assert found(torchrun(0, 0, [1])).agent_store
-    assert not found(torchrun(0, 0, [1], TORCHELASTIC_USE_AGENT_STORE="False")).agent_store
-    assert not found(by_hand(0, 0, 1)).agent_store
+def test_the_address_is_that_of_the_variables_and_of_slurm(environ, expected):
+    assert address(found(environ)) == expected
 
 
 @pytest.mark.parametrize(
-    ("environ", "mpi", "host"),
+    ("environ", "mpi", "host", "agent_store"),
     [
-        (torchrun(0, 0, [1]), False, None),
-        (open_mpi(0, 1, 0, 1), True, "vm"),
-        (mpich(0, 1, 0, 1), True, "vm"),
-        (horovod(0, 1, 0, 1, 0, 1), False, "vm"),
-        (step(1, 0, [1, 1], node=1), False, "n2"),
-        (step(1, 0, [1, 1], node=1, PMI_RANK="1", PMI_SIZE="2", PMI_JOBID="8.0"), True, "n2"),  # srun --mpi=pmi2
-        (step(1, 0, [1, 1], node=1, PMIX_RANK="1"), True, "n2"),
+        (by_hand(0, 0, 1), False, None, False),
+        (torchrun(0, 0, [1]), False, None, True),
+        (torchrun(0, 0, [1], TORCHELASTIC_USE_AGENT_STORE="False"), False, None, False),
+        (open_mpi(0, 1, 0, 1), True, "vm", False),
+        (mpich(0, 1, 0, 1), True, "vm", False),
+        (horovod(0, 1, 0, 1, 0, 1), False, "vm", False),
+        (step(1, 0, [1, 1], node=1), False, "n2", False),
+        (step(1, 0, [1, 1], node=1, PMI_RANK="1", PMI_SIZE="2", PMI_JOBID="8.0"), True, "n2", False),  # --mpi=pmi2
+        (step(1, 0, [1, 1], node=1, PMIX_RANK="1"), True, "n2", False),
     ],
 )
-def test_it_is_told_whether_mpi_joins_the_ranks_and_what_the_node_is_called(environ, mpi, host):
+def test_it_is_told_what_joins_the_ranks_and_what_the_node_is_called(environ, mpi, host, agent_store):
     launch = found(environ)
-    assert (launch.mpi, launch.host) == (mpi, host)
-
-
-def test_a_launch_is_a_value_that_knows_its_sources():
-    launch = found(mpich(0, 1, 0, 1))
-    assert launch == Launch("mpich", Topology(), mpi=True, host="vm")
-    assert len({launch, found(mpich(0, 1, 0, 1))}) == 1
-    assert launch.sources == {
-        "rank": "PMI_RANK=0",
-        "world_size": "PMI_SIZE=1",
-        "local_rank": "MPI_LOCALRANKID=0",
-        "local_world_size": "MPI_LOCALNRANKS=1",
-    }
+    assert (launch.mpi, launch.host, launch.agent_store) == (mpi, host, agent_store)
+    assert launch.sources["rank"] in [f"{name}={value}" for name, value in environ.items()]
 
 
 # --- Slurm --------------------------------------------------------------------------------------------------------
@@ -364,60 +295,41 @@ def address(launch):
     return launch.master_addr, launch.master_port
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_PROCID"])
-def test_without_step_and_rank_there_is_no_launch(name):
-    assert detect({other: value for other, value in DOCUMENTED.items() if other != name}) is None
+def test_the_port_depends_on_the_job_and_the_step():
+    def port_of(job_id, step_id=0):
+        return found(step(0, 0, [1], SLURM_JOB_ID=str(job_id), SLURM_STEP_ID=str(step_id))).master_port
 
-
-@pytest.mark.parametrize(("job", "port"), [("12345", 17345), ("7", 15007), ("123450000", 15000), ("9999", 24999)])
-def test_the_port_follows_from_the_last_four_digits_of_the_job(job, port):
-    assert detect(step(0, 0, [1], SLURM_JOB_ID=job)).master_port == port
-
-
-def test_steps_of_a_job_and_of_its_neighbours_take_different_ports():
-    ports = [
-        detect(step(0, 0, [1], SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))).master_port
-        for job in range(9_990, 10_010)
-        for number in range(100)
-    ]
+    for job_id, port in ((12345, 17345), (7, 15007), (123450000, 15000), (9999, 24999)):
+        assert port_of(job_id) == port
+    ports = [port_of(job_id, step_id) for job_id in range(9_990, 10_010) for step_id in range(100)]
     assert len(set(ports)) == len(ports)
     assert all(15_000 <= port < 32_768 for port in ports)
 
 
 def test_the_address_is_looked_up_once_and_only_when_it_is_read(monkeypatch):
-    asked = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, _: asked.append(host))
-    launch = detect(step(1, 1, [2]))
+    monkeypatch.setattr(socket, "getaddrinfo", look_up := mock.Mock())
+    launch = found(step(1, 1, [2]))
     assert place(launch)[0] == (1, 2)
-    assert asked == []
+    assert not look_up.called
     assert launch.master_addr == launch.master_addr == "n1"
-    assert asked == ["n1"]
+    look_up.assert_called_once_with("n1", None)
 
 
 def test_a_node_name_without_an_address_gives_way_to_the_host_of_srun(monkeypatch):
     environ = step(0, 0, [1, 1])
-    assert detect(environ).master_addr == "n1"
-
-    def unknown(*_):
-        raise socket.gaierror("Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert detect(environ).master_addr == "10.0.0.1"
-    assert detect(environ | {"SLURM_STEP_NODELIST": "x" * 64}).master_addr == "10.0.0.1"
+    assert found(environ).master_addr == "n1"
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror("Name or service not known")))
+    assert found(environ).master_addr == "10.0.0.1"
+    assert found(environ | {"SLURM_STEP_NODELIST": "x" * 64}).master_addr == "10.0.0.1"
     del environ["SLURM_LAUNCH_NODE_IPADDR"]
-    assert detect(environ).master_addr == "n1"
+    assert found(environ).master_addr == "n1"
 
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
     [
-        ("localhost", "localhost"),
-        ("node[1,2,3]", "node1"),
-        ("quartz[4-8]", "quartz4"),
-        ("c1001a-[11,17]", "c1001a-11"),
         ("c1001a-11,c1001a-17", "c1001a-11"),
         ("machine2-[02-4]vm1", "machine2-02vm1"),
-        ("machine2-[009-11]vm1", "machine2-009vm1"),
         ("b[3-4],a1,c[1,2]x", "b3"),
         (" n[ 1, 2] , m ", "n1"),
         ("n[18-19,1-2]", "n18"),
@@ -464,13 +376,13 @@ def test_the_parent_is_recognised_as_torchrun_by_its_command_line(monkeypatch, t
 
 
 def test_the_place_of_a_worker_of_ray_train():
-    variables = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
-    topology, assumed = environments.infer(variables, 2, 3)
-    assert (topology.local_rank, topology.local_world_size, topology.node_rank) == (0, 1, 1)
-    assert assumed == ("num_nodes",)
-    for other in ({"NODE_RANK": "7"}, {"NODE_RANK": "first"}):  # of something else
-        topology, assumed = environments.infer(variables | other, 2, 3)
-        assert (topology.local_rank, topology.local_world_size) == (0, 1)
-        assert "node_rank" in assumed
-    torchrun = variables | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "NODE_RANK": "0"}
-    assert environments.infer(torchrun, 2, 3)[0].node_rank == 1
+    variables = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for more, node_rank, assumed in (
+        ({"NODE_RANK": "1"}, 1, ("num_nodes",)),
+        ({"NODE_RANK": "7"}, 2, ("num_nodes", "node_rank")),  # of something else
+        ({"NODE_RANK": "first"}, 2, ("num_nodes", "node_rank")),
+        (SECOND_OF_TWO | {"NODE_RANK": "0"}, 1, ()),  # of torchrun
+    ):
+        topology, found_assumed = environments.infer(variables | more, 2, 3)
+        assert (topology.local_rank, topology.local_world_size, topology.node_rank) == (0, 1, node_rank)
+        assert found_assumed == assumed

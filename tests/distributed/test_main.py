@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,38 +53,14 @@ def test_a_single_process_reports_this_machine(capsys: pytest.CaptureFixture[str
     assert re.search(r"\nmpi +yes +mpi4py [\d.]+ +-\n", said)
 
 
-def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    report = json.loads(said)
-    assert (report["launcher"], report["error"], report["topology"]["world_size"]) == (None, None, 1)
-    assert report["backends"]["serial"]["available"] is True
-
-
-@pytest.mark.jobs
-def test_under_torchrun_each_rank_reports_its_place_and_the_variables() -> None:
-    done = python(*TORCHRUN, *MODULE, "--json")
-    assert done.returncode == 0, done.stderr
-    reports = sorted(objects(done.stdout), key=lambda report: report["topology"]["rank"])
-    assert [report["sources"]["rank"] for report in reports] == ["RANK=0", "RANK=1"]
-    assert [report["launcher"] for report in reports] == ["torchrun"] * 2
-    assert [report["topology"]["local_world_size"] for report in reports] == [2, 2]
-    assert [report["proof"] for report in reports] == [None, None]
-    assert reports[0]["address"] == reports[1]["address"]
-    assert re.fullmatch(r"\S+:\d+", reports[0]["address"])
-
-
 @pytest.mark.jobs
 def test_with_a_backend_rank_0_reports_all_ranks_in_order() -> None:
     done = python(*TORCHRUN, *MODULE, "--backend", "gloo")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^rank \d of \d", done.stdout, re.MULTILINE) == ["rank 0 of 2", "rank 1 of 2"]
     assert done.stdout.count("tried           gloo, all_reduce of 1 over 2 ranks gave 2, on cpu\n") == 2
-    assert re.findall(r"^rank +\d +RANK=\d", done.stdout, re.MULTILINE) == [
-        "rank              0      RANK=0",
-        "rank              1      RANK=1",
-    ]
+    sources = re.findall(r"^rank +\d +RANK=\d", done.stdout, re.MULTILINE)
+    assert [source.split() for source in sources] == [["rank", "0", "RANK=0"], ["rank", "1", "RANK=1"]]
 
 
 @pytest.mark.jobs
@@ -97,9 +74,7 @@ def test_under_mpirun_the_backend_is_mpi() -> None:
     assert [report["proof"] for report in reports] == ["mpi, all_reduce of 1 over 2 ranks gave 2, on cpu"] * 2
 
 
-def test_a_contradictory_environment_is_part_of_the_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_contradictory_environment_is_part_of_the_report(monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert main(["--backend", "gloo"]) == 1
@@ -111,18 +86,11 @@ def test_a_contradictory_environment_is_part_of_the_report(
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--backend", "glue"], "error: backend 'glue': ValueError: backend must be one of ("),
-        (["--backend", "gloo", "--timeout", "0.5"], "error: backend 'gloo': not all ranks arrived within 0.5 s"),
-    ],
-)
-def test_a_backend_that_fails_is_part_of_the_report(arguments: list[str], told: str) -> None:
+def test_a_backend_that_fails_is_part_of_the_report() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = python(*MODULE, *arguments, **alone)
+    done = python(*MODULE, "--backend", "gloo", "--timeout", "0.5", **alone)
     assert done.returncode == 1
-    assert told in done.stdout
+    assert "error: backend 'gloo': not all ranks arrived within 0.5 s" in done.stdout
     assert "rank 0 of 2" in done.stdout
     assert "Traceback" not in done.stderr
 
@@ -188,29 +156,28 @@ def records_of(job: str) -> list[Path]:
 def job() -> Iterator[str]:
     """A job of three processes that wrote records; rank 1 was killed, and rank 2 aborted."""
     name = f"test-{uuid.uuid4().hex}"
-    command = [sys.executable, "-c", RANK]
-    processes = [subprocess.Popen([*command, str(rank), name], stdout=subprocess.PIPE) for rank in range(3)]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(3):
+            command = [sys.executable, "-c", RANK, str(rank), name]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            processes.append(process)
+        stack.callback(lambda: [path.unlink() for path in records_of(name)])
+        assert [process.stdout.readline() for process in processes if process.stdout] == [b"ready\n"] * 3
         for process, kill in ((processes[1], signal.SIGKILL), (processes[2], signal.SIGABRT)):
             process.send_signal(kill)
             process.wait()
         yield name
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-        for path in records_of(name):
-            path.unlink()
 
 
 @pytest.mark.jobs
-def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(job: str) -> None:
-    done = python(*MODULE, "--inspect")
-    assert done.returncode == 0, done.stderr
-    (text,) = [part for part in re.split(r"\n(?=job )", f"\n{done.stdout}") if part.startswith(f"job {job}:")]
+def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--inspect"]) == 0
+    said = capsys.readouterr().out
+    (text,) = [part for part in re.split(r"\n(?=job )", f"\n{said}") if part.startswith(f"job {job}:")]
     assert re.match(rf"job {job}: 3 of 3 ranks ran on \S+\n-+\n +pid +process ", text)
     engine = "ITERATION_STARTED +2 +"  # of the innermost engine
     waiting = r" +all_reduce torch.float32 \[3, 4\] of ranks 0-1 +{} s +a.py:0 in f\n"
@@ -220,10 +187,6 @@ def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(
     assert "\nmain thread of rank 0, 1, 2, innermost first:\n    a.py:0 in f\n    b.py:1 in f\n" in text
     assert "    e.py:4 in f\n" in text
     assert "f.py" not in text
-
-
-@pytest.mark.jobs
-def test_inspect_prints_snapshots_as_json(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--inspect", "--json"]) == 0
     found = sorted((one for one in objects(capsys.readouterr().out) if one["job"] == job), key=lambda one: one["rank"])
     assert [one["is_alive"] for one in found] == [True, False, False]
@@ -232,9 +195,7 @@ def test_inspect_prints_snapshots_as_json(job: str, capsys: pytest.CaptureFixtur
     assert all((again := read(Path(one["path"]))) is not None and again.pid == one["pid"] for one in found)
 
 
-def test_inspect_tells_if_there_are_no_records(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_tells_if_there_are_no_records(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(program.failures, "inspect", list)
     assert main(["--inspect"]) == 0
     assert re.match(r"no rank on \S+ is running, or was killed in the last 24 hours\n$", capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -42,27 +43,12 @@ def at_rank(rank, world_size=4):
         yield backend
 
 
-def test_queries_answer_from_the_topology():
+def test_queries_answer_from_the_topology_which_by_default_is_that_of_a_single_process():
+    queries = idist.get_rank, idist.get_world_size, idist.get_local_rank, idist.get_nproc_per_node
+    queries += idist.get_node_rank, idist.get_nnodes, idist.backend
+    assert [query() for query in queries] == [0, 1, 0, 1, 0, 1, None]
     with idist.use_backend(Somewhere()):
-        assert (idist.get_rank(), idist.get_world_size()) == (3, 4)
-        assert (idist.get_local_rank(), idist.get_nproc_per_node()) == (1, 2)
-        assert (idist.get_node_rank(), idist.get_nnodes()) == (1, 2)
-        assert idist.backend() == "somewhere"
-
-
-def test_the_default_is_a_single_process():
-    assert (idist.get_rank(), idist.get_world_size(), idist.get_local_rank()) == (0, 1, 0)
-    assert (idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()) == (1, 0, 1)
-    assert (idist.backend(), idist.model_name()) == (None, "serial")
-
-
-def test_one_rank_only_keeps_name_and_signature():
-    @idist.one_rank_only()
-    def save(path, overwrite=False):
-        """Save."""
-
-    assert (save.__name__, save.__doc__) == ("save", "Save.")
-    assert str(inspect.signature(save)) == "(path, overwrite=False)"
+        assert [query() for query in queries] == [3, 4, 1, 2, 1, 2, "somewhere"]
 
 
 def test_a_collective_among_the_present_ranks_is_allowed():
@@ -124,28 +110,24 @@ def test_one_rank_only_rejects_generators_and_coroutines():
             idist.one_rank_only()(function)
 
 
-@pytest.mark.parametrize("rank", ["0", None, 0.5, print])
-def test_rank_must_be_an_integer(rank):
-    with pytest.raises(TypeError, match=r"rank must be an integer, as in @one_rank_only\(\), got"):
-        idist.one_rank_only(rank)
-    wanted = r"rank must be an integer, as in one_rank_first\(\), got"
-    with pytest.raises(TypeError, match=wanted), idist.one_rank_first(rank):
-        pass
+def test_rank_must_be_an_integer():
+    for rank in ("0", None, 0.5):
+        with pytest.raises(TypeError, match="rank must be an integer"):
+            idist.one_rank_only(rank)
+        with pytest.raises(TypeError, match="rank must be an integer"), idist.one_rank_first(rank):
+            pass
 
 
-def test_the_error_names_the_line_of_the_block():
-    where = r"test_ranks\.py:\d+ in test_the_error_names"
-    with at_rank(0), pytest.raises(RankDivergenceError, match=where), idist.one_rank_first():
-        idist.barrier()
-
-
-def test_one_rank_first_decorates_functions_too():
+def test_one_rank_first_decorates_functions_too_and_the_error_names_the_line_of_the_block():
     @idist.one_rank_first(1)
     def download():
         return len(backend.barriers)
 
+    where = r"test_ranks\.py:\d+ in test_one_rank_first"
     with at_rank(0) as backend:
         assert (download(), download()) == (1, 2)
+        with pytest.raises(RankDivergenceError, match=where), idist.one_rank_first():
+            idist.barrier()
     with at_rank(1) as backend:
         assert (download(), download(), len(backend.barriers)) == (0, 1, 2)
 
@@ -153,7 +135,8 @@ def test_one_rank_first_decorates_functions_too():
 def test_one_rank_only_on_methods_and_other_threads():
     class Saver:
         @idist.one_rank_only()
-        def save(self, name):
+        def save(self, name, overwrite=False):
+            """Save."""
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(waits_for_others).result(), name
 
@@ -165,3 +148,14 @@ def test_one_rank_only_on_methods_and_other_threads():
     with at_rank(0) as backend:
         assert Saver().save("a") == ("through", "a")
         assert Saver().save(name="b")[1] == "b"
+    assert (Saver.save.__name__, Saver.save.__doc__) == ("save", "Save.")
+    assert str(inspect.signature(Saver.save)) == "(self, name, overwrite=False)"
+
+
+def test_show_config_logs_where_the_rank_stands(caplog):
+    caplog.set_level(logging.INFO, logger="camshaft.distributed.utils")
+    with idist.use_backend(Somewhere()):
+        idist.show_config()
+    assert len(caplog.messages) == 10
+    for name, value in {"backend": "somewhere", "rank": 3, "world size": 4}.items():  # aligned
+        assert f"{name + ':':26} {value}" in caplog.messages

@@ -97,9 +97,8 @@ class Course:
 
     def run(self):
         """Run, and resume after pauses, which take time."""
-        data = [None] * self.plan.length if self.plan.sized else None
         with contextlib.suppress(KeyError):
-            self.engine.run(Data(self, self.plan.length, data), max_epochs=self.plan.epochs)
+            self.engine.run((SizedData if self.plan.sized else Data)(self), max_epochs=self.plan.epochs)
             while self.engine._run is not None:
                 self.clock.take(100_000)
                 self.engine.run()
@@ -138,15 +137,13 @@ class Course:
 
 
 class Data:
-    """Batches that take time to fetch, without a length unless a list is given."""
+    """Batches that take time to fetch, without a length."""
 
-    def __init__(self, course, length, sized):
-        self.course, self.length = course, length
-        if sized is not None:
-            self.__class__ = SizedData
+    def __init__(self, course):
+        self.course = course
 
     def __iter__(self):
-        for number in range(self.length):
+        for number in range(self.course.plan.length):
             self.course.clock.take(FETCH)
             self.course.fetched += 1
             yield number
@@ -154,4 +151,4 @@ class Data:
 
 class SizedData(Data):
     def __len__(self):
-        return self.length
+        return self.course.plan.length

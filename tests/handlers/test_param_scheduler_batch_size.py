@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from camshaft.data.orders import Sequential
 from camshaft.data.samplers import ExactBatchSampler
@@ -25,31 +26,26 @@ def exact(length=24, size=4):
     return auto_dataloader(list(range(length)), batch_size=size)
 
 
-def observed(loader, function, epochs, state=None, **options):
+def observed(loader, function, state=None, data=None, adapt_epoch_length=True, **target):
     """Run, and return the batches of each epoch; resume from states if given."""
-    rows = []
+    rows, states = [], []
     trainer = Engine(lambda engine, batch: rows[-1].append(batch.tolist()))
     trainer.add_event_handler(Events.EPOCH_STARTED, lambda: rows.append([]))
-    scheduler = BatchSizeScheduler(loader, function, **options)
+    scheduler = BatchSizeScheduler(loader, function, adapt_epoch_length=adapt_epoch_length)
     scheduler.attach(trainer)
-    if state is not None:
-        trainer.load_state_dict(state[0])
-        scheduler.load_state_dict(state[1])
-    states = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda: states.append(copy.deepcopy((trainer.state_dict(), scheduler.state_dict()))),
-    )
-    trainer.run(loader, max_epochs=epochs)
-    return rows, states, trainer
+    for one, saved in zip((trainer, scheduler), state or (), strict=False):
+        one.load_state_dict(saved)
 
+    @trainer.on(Events.EPOCH_STARTED | Events.ITERATION_COMPLETED)
+    def save():
+        states.append(copy.deepcopy((trainer.state_dict(), scheduler.state_dict())))
 
-def sizes(rows):
-    return [[len(batch) for batch in row] for row in rows]
+    trainer.run(loader if data is None else data, **target)
+    return rows, states, trainer.state
 
 
 def flat(rows):
-    return [one for row in rows for one in row]
+    return list(itertools.chain.from_iterable(rows))
 
 
 def doubling(epoch):
@@ -57,79 +53,51 @@ def doubling(epoch):
 
 
 @pytest.mark.parametrize("make", [plain, exact])
-def test_adapt_epoch_length_keeps_an_epoch_a_pass(make):
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [(doubling, [[2] * 12, [4] * 6, [8] * 3, [16, 8]]), (lambda epoch: 8 - 2 * epoch, [[8] * 3, [6] * 4, [4] * 6])],
+)
+def test_adapt_epoch_length_keeps_an_epoch_a_pass(make, function, sizes):
     """[H25]"""
-    rows, _, trainer = observed(make(), doubling, 4, adapt_epoch_length=True)
-    assert sizes(rows) == [[2] * 12, [4] * 6, [8] * 3, [16, 8]]
+    rows, states, state = observed(make(), function, max_epochs=len(sizes))
+    assert [[len(batch) for batch in row] for row in rows] == sizes
     assert all(sorted(flat(row)) == list(range(24)) for row in rows)
-    assert (trainer.state.epoch, trainer.state.epoch_length, trainer.state.iteration) == (4, 2, 12 + 6 + 3 + 2)
+    assert (state.epoch_length, state.iteration) == (len(sizes[-1]), sum(map(len, sizes)))
+    if make is exact:
+        starts = [saved["position"] for saved, _ in states if saved["iteration"] == len(sizes[0])]
+        assert (starts[-1]["epoch"], starts[-1]["consumed"]) == (1, 0)
 
 
-@pytest.mark.parametrize("make", [plain, exact])
-def test_shrinking_batches(make):
-    rows, _, trainer = observed(make(), lambda epoch: 8 - 2 * epoch, 3, adapt_epoch_length=True)
-    assert sizes(rows) == [[8] * 3, [6] * 4, [4] * 6]
-    assert trainer.state.iteration == 3 + 4 + 6
-
-
-@pytest.mark.parametrize("make", [plain, exact])
-def test_epoch_length_is_unchanged_by_default(make):
-    rows, _, trainer = observed(make(), lambda epoch: 8, 2)
-    assert sizes(rows) == [[8] * 6, [8] * 6]
-    assert (trainer.state.epoch_length, trainer.state.iteration) == (6, 12)
-
-
-def test_epochs_that_are_not_passes_over_the_loader_keep_their_length():
-    loader = plain()
-    trainer = Engine(lambda engine, batch: None)
-    BatchSizeScheduler(loader, doubling, adapt_epoch_length=True).attach(trainer)
-    trainer.run(loader, max_epochs=2, epoch_length=5)
-    assert (trainer.state.epoch_length, trainer.state.iteration) == (5, 10)
-    other, loader = Engine(lambda engine, batch: None), plain()
-    BatchSizeScheduler(loader, doubling, adapt_epoch_length=True).attach(other)
-    other.run(range(6))
-    assert (other.state.epoch_length, other.state.iteration) == (6, 6)
-    third, loader = Engine(lambda engine, batch: None), plain()
-    BatchSizeScheduler(loader, doubling, adapt_epoch_length=True).attach(third)
-    third.run(loader, max_iters=9)
-    assert (third.state.epoch_length, third.state.iteration) == (6, 9)
+@pytest.mark.parametrize(
+    ("options", "epoch_length", "iteration"),
+    [
+        ({"max_epochs": 2, "adapt_epoch_length": False}, 6, 12),
+        ({"max_epochs": 2, "epoch_length": 5}, 5, 10),
+        ({"max_iters": 9}, 6, 9),
+        ({"max_epochs": 2, "data": plain(12, 2)}, 6, 12),
+    ],
+)
+def test_other_epochs_keep_their_length(options, epoch_length, iteration):
+    """By default, and where they are not passes over the loader."""
+    rows, _, state = observed(plain(), lambda epoch: 8, **options)
+    assert (state.epoch_length, state.iteration) == (epoch_length, iteration)
+    assert {len(batch) for batch in flat(rows)} == {2 if "data" in options else 8}
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 1000), st.lists(st.integers(2, 9), min_size=3, max_size=3))
 def test_a_resumed_run_continues_with_the_next_sample(place, wanted):
-    rows, states, _ = observed(exact(), wanted.__getitem__, 3, adapt_epoch_length=True)
-    batches = flat(rows)
-    done = place % (len(batches) - 1) + 1
-    resumed, _, trainer = observed(exact(), wanted.__getitem__, 3, reread(states[done - 1]), adapt_epoch_length=True)
-    assert flat(resumed) == batches[done:]
-    assert trainer.state.epoch == 3
+    rows, states, _ = observed(exact(), wanted.__getitem__, max_epochs=3)
+    state = reread(states[place % (len(states) - 1)])
+    resumed, _, after = observed(exact(), wanted.__getitem__, state, max_epochs=3)
+    assert flat(resumed) == flat(rows)[state[0]["iteration"] :]
+    assert after.epoch == 3
 
 
 def test_a_scheduler_attached_during_an_epoch_keeps_its_length():
-    _, states, _ = observed(exact(), doubling, 2, adapt_epoch_length=True)
-    loader = exact(size=2)
-    trainer = Engine(lambda engine, batch: None)
-    BatchSizeScheduler(loader, lambda epoch: 4, adapt_epoch_length=True).attach(trainer)
-    trainer.load_state_dict(states[4][0])
-    trainer.run(loader, max_epochs=2)
-    assert (trainer.state.epoch, trainer.state.epoch_length, trainer.state.iteration) == (2, 12, 24)
-
-
-def test_a_state_saved_at_the_start_of_an_epoch_is_at_the_start_of_a_pass():
-    loader, saved = exact(), []
-    trainer = Engine(lambda engine, batch: None)
-    scheduler = BatchSizeScheduler(loader, doubling, adapt_epoch_length=True)
-    scheduler.attach(trainer)
-    trainer.add_event_handler(
-        Events.EPOCH_STARTED(after=1),
-        lambda: saved.append(copy.deepcopy((trainer.state_dict(), scheduler.state_dict()))),
-    )
-    trainer.run(loader, max_epochs=3)
-    for epoch, (engine_state, _) in enumerate(saved, start=1):
-        assert engine_state["position"]["epoch"] == epoch
-        assert engine_state["position"]["consumed"] == 0
-        assert engine_state["iteration"] == [12, 12 + 6][epoch - 1]
+    _, states, _ = observed(exact(), doubling, max_epochs=2)
+    _, _, state = observed(exact(size=2), lambda epoch: 4, states[6][:1], max_epochs=2)
+    assert (state.epoch, state.epoch_length, state.iteration) == (2, 12, 24)
 
 
 def test_the_size_is_per_rank():
@@ -144,39 +112,30 @@ def test_the_size_is_per_rank():
     ]
 
 
-def test_history_and_index():
-    trainer, loader, seen = Engine(lambda engine, batch: None), plain(), []
-    scheduler = BatchSizeScheduler(loader, lambda index: seen.append(index) or index + 1, save_history=True)
-    scheduler.attach(trainer, Events.ITERATION_STARTED(every=3))
-    trainer.run(loader, max_epochs=2)
-    assert trainer.state.param_history == {"batch_size": [1, 2, 3, 4]}
-    assert seen == [0, 1, 2, 3]
-    assert loader.batch_sampler.batch_size == 4
-
-
-def test_a_loaded_state_continues():
-    scheduler = BatchSizeScheduler(plain(), doubling)
-    scheduler(None)
-    scheduler(None)
-    loader = plain()
-    fresh = BatchSizeScheduler(loader, doubling)
-    fresh.load_state_dict(reread(scheduler.state_dict()))
-    assert loader.batch_sampler.batch_size == 4
-    fresh(None)
-    assert loader.batch_sampler.batch_size == 8
-
-
-def test_simulated_values():
+def test_simulations_and_histories_have_the_sizes_of_each_call():
+    trainer, loader = Engine(lambda engine, batch: None), plain()
+    BatchSizeScheduler(loader, doubling, save_history=True).attach(trainer, Events.ITERATION_STARTED(every=2))
+    trainer.run(loader)
+    assert trainer.state.param_history == {"batch_size": [2, 4, 8]}
     assert BatchSizeScheduler.simulate_values(3, doubling) == [[0, 2], [1, 4], [2, 8]]
+    with pytest.raises(ValueError, match="scheduler_fn"):
+        BatchSizeScheduler.simulate_values(3, lambda index: index)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, "4", None])
+def test_a_loaded_state_sets_the_size():
+    scheduler, fresh = (BatchSizeScheduler(plain(), doubling) for _ in range(2))
+    scheduler(None)
+    scheduler(None)
+    fresh.load_state_dict(reread(scheduler.state_dict()))
+    assert (fresh.dataloader.batch_sampler.batch_size, fresh.event_index) == (4, 2)
+
+
+@pytest.mark.parametrize("size", [0, 2.0, "4", None])
 def test_an_invalid_size_is_rejected_and_changes_nothing(size):
-    loader = plain()
-    scheduler = BatchSizeScheduler(loader, lambda index: size)
-    with pytest.raises(ValueError, match="scheduler_fn must return an integer of at least 1"):
+    scheduler = BatchSizeScheduler(plain(), lambda index: size)
+    with pytest.raises(ValueError, match="scheduler_fn"):
         scheduler(None)
-    assert (loader.batch_sampler.batch_size, scheduler.event_index) == (4, 0)
+    assert (scheduler.batch_size, scheduler.event_index) == (4, 0)
 
 
 class Stream(IterableDataset):
@@ -184,62 +143,14 @@ class Stream(IterableDataset):
         return iter(range(6))
 
 
-class Pairs(BatchSampler):
-    """A custom batch sampler without a batch size."""
-
-    def __init__(self, pairs=((0, 1), (2, 3))):
-        self.pairs = pairs
-
-    def __iter__(self):
-        return iter(self.pairs)
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def __repr__(self):
-        return "<pairs>"
-
-
 def test_the_batch_size_of_a_stream_can_be_scheduled():
-    rows, _, trainer = observed(DataLoader(Stream(), batch_size=2), lambda epoch: 3, 2, adapt_epoch_length=True)
+    rows, _, state = observed(DataLoader(Stream(), batch_size=2), lambda epoch: 3, max_epochs=2)
     assert rows == [[[0, 1, 2], [3, 4, 5]]] * 2
-    assert trainer.state.epoch_length == 2
+    assert state.epoch_length == 2
 
 
 def test_a_size_larger_than_the_data_does_not_end_the_run():
     loader = DataLoader(range(4), batch_size=2, drop_last=True)
     with pytest.warns(UserWarning, match="the data ran out in epoch 2"):
-        rows, *_ = observed(loader, lambda epoch: (2, 8, 2)[epoch], 3, adapt_epoch_length=True)
+        rows, *_ = observed(loader, lambda epoch: (2, 8, 2)[epoch], max_epochs=3)
     assert rows == [[[0, 1], [2, 3]], [], [[0, 1], [2, 3]]]
-
-
-@pytest.mark.parametrize(
-    ("loader", "error", "message"),
-    [
-        ([1, 2], TypeError, "dataloader must be a DataLoader, got"),
-        (
-            DataLoader(range(4), batch_size=None),
-            ValueError,
-            "torch.utils.data.BatchSampler, got None",
-        ),
-        (
-            DataLoader(range(4), batch_sampler=[[0], [1]]),
-            ValueError,
-            r"got \[\[0\], \[1\]\]: pass batch_size",
-        ),
-        (DataLoader(range(4), batch_sampler=Pairs([])), ValueError, "torch.utils.data.BatchSampler, got <pairs>"),
-        (
-            DataLoader(range(4), batch_sampler=ExactBatchSampler(Pairs(), None)),
-            ValueError,
-            r"got those of <pairs>: call auto_dataloader with batch_size=\.\.\.",
-        ),
-    ],
-)
-def test_loaders_without_a_batch_size_are_rejected(loader, error, message):
-    with pytest.raises(error, match=message):
-        BatchSizeScheduler(loader, doubling)
-
-
-def test_scheduler_fn_must_be_callable():
-    with pytest.raises(TypeError, match="scheduler_fn must be callable, got 3"):
-        BatchSizeScheduler(plain(), 3)

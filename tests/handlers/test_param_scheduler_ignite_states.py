@@ -9,8 +9,7 @@ import warnings
 import pytest
 
 import camshaft.handlers
-from camshaft.engine import Engine, Events
-from tests.handlers.schedules import NATIVE, seen, sgd
+from tests.handlers.schedules import NATIVE, calls, run_with, seen, sgd
 
 NUM_EVENTS = 16
 PIECES = [(0, 0.1), (3, 1.0), (8, 0.2), (12, 0.6)]
@@ -72,7 +71,7 @@ REJECTED = {
 
 
 @functools.cache
-def job(make, rates=(0.5, 0.1), event="ITERATION_STARTED"):
+def job(make, rates=(0.5, 0.1)):
     """Run Ignite; return the rates of each step, and the states of scheduler and optimizer after each iteration."""
     optimizer, rows, states = sgd(*rates), [], []
 
@@ -90,47 +89,33 @@ def job(make, rates=(0.5, 0.1), event="ITERATION_STARTED"):
         states.append((copy.deepcopy(scheduler.state_dict(), kept), copy.deepcopy(optimizer.state_dict())))
 
     save()
-    trainer.add_event_handler(getattr(ignite().engine.Events, event), scheduler)
+    trainer.add_event_handler(ignite().engine.Events.ITERATION_STARTED, scheduler)
     trainer.add_event_handler(ignite().engine.Events.ITERATION_COMPLETED, save)
     trainer.run(range(NUM_EVENTS))
     return rows, states
 
 
-def continued(make, states, at, rates=(0.5, 0.1), event=Events.ITERATION_STARTED, optimizer_first=True):
-    """Load the states after ``at`` iterations into camshaft, and return the rates of the remaining steps."""
-    optimizer, rows = sgd(*rates), []
+def continued(make, states, at, rates=(0.5, 0.1), repeats_calls=False):
+    """Load states into camshaft, in either order, or repeat the calls; return the rates of the remaining steps."""
+    optimizer = sgd(*rates)
     scheduler = make(camshaft.handlers, optimizer)
-
-    def step(engine, batch):
-        rows.append(seen(optimizer))
-        optimizer.step()
-
-    trainer = Engine(step)
-    trainer.add_event_handler(event, scheduler)
-    saved, saved_optimizer = copy.deepcopy(states[at][0]), copy.deepcopy(states[at][1])
+    saved, saved_optimizer = copy.deepcopy(states)
     loads = [lambda: optimizer.load_state_dict(saved_optimizer), lambda: scheduler.load_state_dict(saved)]
-    for load in loads if optimizer_first else reversed(loads):
+    if repeats_calls:
+        loads[1] = lambda: calls(scheduler, at, lambda: None)
+    for load in loads if at % 2 or repeats_calls else reversed(loads):
         load()
     scheduler.load_state_dict(scheduler.state_dict())  # like a job that is killed before its first iteration
-    trainer.run(range(NUM_EVENTS - at))
-    return rows
+    return run_with(scheduler, optimizer, NUM_EVENTS - at)
 
 
-def check(make, first, **options):
-    rows, states = job(make, **{key: value for key, value in options.items() if key == "rates"})
-    for at in range(first, NUM_EVENTS):
-        got = continued(make, states, at, optimizer_first=bool(at % 2), **options)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("rates", [(0.5,), (0.5, 0.1)], ids=["one group", "two groups"])
+def test_a_job_continues_with_the_rates_of_ignite(make, rates):
+    rows, states = job(make, rates)
+    for at in range(NUM_EVENTS):
+        got = continued(make, states[at], at, rates)
         assert [pytest.approx(pair) for row in got for pair in row] == [pair for row in rows[at:] for pair in row], at
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_job_continues_with_the_rates_of_ignite(make):
-    check(make, 0, rates=(0.5,))
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_job_with_several_groups_continues_with_the_rates_of_ignite(make):
-    check(make, 0)
 
 
 @pytest.mark.parametrize("make", REJECTED.values(), ids=REJECTED)
@@ -146,20 +131,5 @@ def test_a_state_with_another_meaning_is_rejected_and_changes_nothing(make):
 @pytest.mark.parametrize("at", [3, 4, 9])
 def test_a_schedule_whose_state_is_rejected_continues_with_the_rates_of_ignite_if_its_calls_are_repeated(make, at):
     rows, states = job(make)
-    optimizer, continued = sgd(0.5, 0.1), []
-    scheduler = make(camshaft.handlers, optimizer)
-    optimizer.load_state_dict(copy.deepcopy(states[at][1]))
-    for _ in range(at):
-        scheduler(None)
-    trainer = Engine(lambda engine, batch: (continued.append(seen(optimizer)), optimizer.step()))
-    scheduler.attach(trainer)
-    trainer.run(range(NUM_EVENTS - at))
-    assert [pytest.approx(pair) for row in continued for pair in row] == [pair for row in rows[at:] for pair in row]
-
-
-def test_an_unrelated_state_is_rejected_and_changes_nothing():
-    scheduler = linear(camshaft.handlers, sgd())
-    before = copy.deepcopy(scheduler.state_dict())
-    with pytest.raises(ValueError, match="state_dict must"):
-        scheduler.load_state_dict({"event_index": 3, "param_name": "lr", "save_history": False})
-    assert scheduler.state_dict() == before
+    got = continued(make, states[at], at, repeats_calls=True)
+    assert [pytest.approx(pair) for row in got for pair in row] == [pair for row in rows[at:] for pair in row]

@@ -95,9 +95,16 @@ def forever(seconds):
         yield 1
 
 
+def own(node, is_urgent=False):
+    """Read the records of a node that has one rank only."""
+    one = record.read(node._record.path)
+    return {one.rank: one}
+
+
 @on_ranks(2)
-def test_a_slow_step_is_named_although_all_ranks_wait_for_it_in_backward():
-    with on_a_busy_machine():
+@pytest.mark.parametrize("read", [record.Node.read, own], ids=["one node", "two nodes, through the store"])
+def test_a_slow_step_is_named_although_all_ranks_wait_for_it_in_backward(read):
+    with mock.patch.object(record.Node, "read", read), on_a_busy_machine():
         found = train(lambda: burn(0.006 if idist.get_rank() == 1 else 0.002))
     assert found == (["rank 1 is slow in the step"] if idist.get_rank() == 0 else [])
 
@@ -119,23 +126,6 @@ def test_waiting_in_a_collective_of_the_loader_is_not_own_time():
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(0.01 * idist.get_rank()))
 
     assert train(lambda: None, agreeing, epochs=15, prepare=prepare) == []
-
-
-@on_ranks(2)
-def test_ranks_of_different_nodes_are_compared_through_the_store():
-    def own(node, is_urgent=False):  # no rank sees the record of another one
-        one = record.read(node._record.path)
-        return {one.rank: one}
-
-    with mock.patch.object(record.Node, "read", own), on_a_busy_machine():
-        found = train(lambda: burn(0.006 if idist.get_rank() == 1 else 0.002))
-    assert found == (["rank 1 is slow in the step"] if idist.get_rank() == 0 else [])
-
-
-@on_ranks(2)
-def test_even_ranks_are_silent():
-    weight = torch.ones(200, 200)
-    assert train(lambda: (weight @ weight).sum().item(), epochs=40) == []
 
 
 @on_ranks(2)
@@ -167,19 +157,15 @@ def test_a_single_process_measures_nothing():
         trainer.run(range(100))
 
 
-def test_arguments_are_checked():
-    for arguments, text in (
-        ({"factor": 1}, "factor must be above 1, got 1"),
-        ({"factor": float("nan")}, "factor must be a finite number, got nan"),
-        ({"window": 9}, "window must be at least 10, got 9"),
+def test_arguments_are_checked_and_it_is_attached_once():
+    for options, error in (
+        ({"factor": 1}, ValueError),
+        ({"factor": float("nan")}, ValueError),
+        ({"window": 9}, ValueError),
+        ({"window": 10.5}, TypeError),
     ):
-        with pytest.raises(ValueError, match=text):
-            Stragglers(**arguments)
-    with pytest.raises(TypeError, match="window must be an integer"):
-        Stragglers(window=10.5)
-
-
-def test_it_is_attached_once_and_to_an_engine():
+        with pytest.raises(error, match=next(iter(options))):
+            Stragglers(**options)
     handler, trainer = Stragglers(), Engine(lambda engine, batch: None)
     with pytest.raises(TypeError, match="engine must be an Engine"):
         handler.attach(None)
@@ -304,6 +290,7 @@ SLOW = "rank 3 is slow in the step: 100.0 ms per iteration, 2.0 times the median
 def test_a_straggler_is_logged_once_if_it_is_slow_in_two_halves():
     ranks = Ranks()
     assert ranks.compare(0.1) == []
+    ranks.handler._compare({})  # nothing could be read for once
     assert ranks.compare(0.1, is_new=False) == []
     assert ranks.compare(0.05) == []
     assert ranks.compare(0.1) == []
@@ -336,24 +323,13 @@ def test_a_straggler_is_logged_again_when_it_changes_or_after_ten_minutes():
     assert compare(0.1) == [SLOW]
 
 
-def test_a_rank_whose_times_cannot_be_read_for_once_is_left_out():
-    ranks = Ranks()
-    ranks.compare(0.1)
-    ranks.handler._compare({})
-    assert ranks.compare(0.1, is_new=False) == []
-    assert ranks.compare(0.1) == [SLOW]
-
-
-def test_many_stragglers_are_counted():
+def test_many_stragglers_are_counted_and_huge_factors_rounded():
     ranks = Ranks(64)
     ranks.compare(0.1, num_slow=20)
     lines = ranks.compare(0.1, num_slow=20)
     assert len(lines) == 9
     assert lines[-1] == "and 12 more"
     assert ranks.compare(0.1, num_slow=20) == []
-
-
-def test_a_factor_beyond_measure_is_not_a_number_in_the_log():
     ranks = Ranks()
-    assert ranks.compare(50.0) == []
+    ranks.compare(50.0)
     assert "over 100 times" in ranks.compare(50.0)[0]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from camshaft.distributed import get_rank, make_mesh
 from camshaft.engine import Engine, Events
@@ -28,9 +27,8 @@ def trainer(clock, seconds=2.0):
     return Engine(lambda engine, batch: clock.take(seconds))
 
 
-def test_rates_are_of_the_last_iterations(clock):
-    engine = Engine(lambda engine, batch: clock.take(batch))
-    seen = []
+def test_rates_are_of_the_last_iterations_and_computed_once_per_window(clock):
+    engine, seen = Engine(lambda engine, batch: clock.take(batch)), []
     Throughput(samples=8, tokens=lambda batch: 100 * batch, window=2).attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(dict(engine.state.metrics)))
     engine.run([50.0, 2.0, 4.0, 8.0, 1.0])
@@ -68,12 +66,6 @@ def test_rates_are_amounts_over_time(batches, window, length):
         assert rates["steps_per_second"] == pytest.approx(len(done) / seconds)
 
 
-def test_only_requested_rates_are_reported(clock):
-    engine = trainer(clock)
-    Throughput().attach(engine, Events.COMPLETED)
-    assert engine.run(range(5)).metrics == {"steps_per_second": 0.5}
-
-
 def test_a_new_run_clears_the_rates_but_not_other_metrics(clock):
     engine = trainer(clock)
     Throughput().attach(engine)
@@ -84,49 +76,38 @@ def test_a_new_run_clears_the_rates_but_not_other_metrics(clock):
     assert engine.run(range(3)).metrics == {"loss": 3, "steps_per_second": 0.5}
 
 
-def test_evaluation_at_the_end_of_epochs_is_not_counted(clock):
-    engine, evaluator = trainer(clock), trainer(clock, 100)
-    Throughput().attach(engine)
-    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(range(3)))
-    assert engine.run(range(2), max_epochs=3).metrics["steps_per_second"] == 0.5
-
-
-def test_evaluation_within_epochs_is_not_counted_if_it_pauses_the_clock(clock):
-    engine, evaluator = trainer(clock), trainer(clock, 100)
-    meter = Throughput()
-    meter.attach(engine)
+def evaluate_while_paused(engine, meter, clock):
+    evaluator = trainer(clock, 100)
     evaluator.add_event_handler(Events.STARTED, meter.pause)
     evaluator.add_event_handler(Events.COMPLETED, meter.resume)
-    engine.add_event_handler(
-        Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED, lambda: evaluator.run(range(3))
-    )
+    events = Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED
+    engine.add_event_handler(events, lambda: evaluator.run(range(3)))
+
+
+def forget_to_resume(engine, meter, clock):
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), meter.pause)
     engine.add_event_handler(Events.EPOCH_COMPLETED, clock.taking(1000))
-    assert engine.run(range(3), max_epochs=3).metrics["steps_per_second"] == 0.5
 
 
-def test_a_missing_resume_stops_the_clock_until_the_end_of_the_epoch(clock):
-    engine = trainer(clock)
-    meter = Throughput(window=3)
-    meter.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), meter.pause)
-    assert engine.run(range(4), max_epochs=2).metrics["steps_per_second"] == 0.5
-
-
-def test_resume_without_pause_has_no_effect(clock):
-    engine = trainer(clock)
-    meter = Throughput()
-    meter.attach(engine)
+def resume_without_a_pause(engine, meter, clock):
     engine.add_event_handler(Events.ITERATION_STARTED, meter.resume)
-    assert engine.run(range(4)).metrics["steps_per_second"] == 0.5
 
 
-def test_time_in_which_a_run_is_paused_does_not_count(clock):
-    engine = trainer(clock)
-    Throughput().attach(engine)
-    engine.add_event_handler(Events.ITERATION_STARTED(once=3), engine.interrupt)
-    engine.run(range(6))
+def interrupt(engine, meter, clock):
+    engine.add_event_handler(Events.ITERATION_STARTED(once=6), engine.interrupt)
+
+
+@pytest.mark.parametrize("disturb", [evaluate_while_paused, forget_to_resume, resume_without_a_pause, interrupt])
+def test_the_time_of_pauses_does_not_count(clock, disturb):
+    engine, meter = trainer(clock), Throughput(window=3)
+    meter.attach(engine)
+    disturb(engine, meter, clock)
+    engine.run(range(4), max_epochs=3)
     clock.take(1000)
-    assert engine.run().metrics["steps_per_second"] == 0.5
+    if disturb is interrupt:
+        engine.run()
+    assert engine.state.iteration == 12
+    assert engine.state.metrics["steps_per_second"] == 0.5
 
 
 def test_tensors_are_read_when_results_are_computed_and_not_before(clock, monkeypatch):
@@ -142,37 +123,17 @@ def test_tensors_are_read_when_results_are_computed_and_not_before(clock, monkey
     assert engine.state.metrics["tokens_per_second"] == 3.0
 
 
-def test_mfu_of_a_given_number_of_operations(clock):
-    engine = trainer(clock)
-    Throughput(flops=6e12, peak_flops=12e12).attach(engine)
-    metrics = engine.run(range(5)).metrics
-    assert metrics == {"steps_per_second": 0.5, "flops_per_second": 3e12, "mfu": 0.25}
-
-
-def training(batch=16):
-    model = nn.Linear(32, 64)
-
-    def step(engine, batch):
-        model(batch).sum().backward()
-
-    return Engine(step), torch.ones(4, batch, 32)
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA A10G", 70e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA GB200", 2.5e15),
-        ("Tesla T4", 65e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("AMD Instinct MI300X", 1307e12),
     ],
 )
 def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
@@ -182,8 +143,7 @@ def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
 
 def test_an_unknown_peak_warns_once(clock):
     engine = trainer(clock)
-    meter = Throughput(flops=1e12)
-    meter.attach(engine)
+    Throughput(flops=1e12).attach(engine)
     with pytest.warns(UserWarning, match="peak FLOPS of 'cpu' unknown"):
         metrics = engine.run(range(4)).metrics
     engine.run(range(4))
@@ -191,9 +151,8 @@ def test_an_unknown_peak_warns_once(clock):
 
 
 def test_a_progress_bar_shows_it(clock):
-    engine = trainer(clock)
+    engine, output = trainer(clock), io.StringIO()
     Throughput(samples=32).attach(engine, Events.ITERATION_COMPLETED)
-    output = io.StringIO()
     ProgressBar(persist=True, bar_format="{postfix}", file=output).attach(engine, ["samples_per_second"])
     engine.run(range(3))
     assert "samples_per_second=16" in output.getvalue()
@@ -213,42 +172,37 @@ def test_the_handle_detaches_it(clock):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "error"),
     [
-        ({"samples": "many"}, TypeError, "samples must be a number, got 'many'"),
-        ({"tokens": True}, TypeError, "tokens must be a number"),
-        ({"tokens": 0}, ValueError, "tokens must be above 0, got 0"),
-        ({"flops": float("nan")}, ValueError, "flops must be a finite number, got nan"),
-        ({"peak_flops": -1}, ValueError, "peak_flops must be above 0, got -1"),
-        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-        ({"window": 2.5}, TypeError, "window must be an integer, got 2.5"),
+        ({"samples": "many"}, TypeError),
+        ({"tokens": True}, TypeError),
+        ({"tokens": 0}, ValueError),
+        ({"flops": float("nan")}, ValueError),
+        ({"peak_flops": -1}, ValueError),
+        ({"peak_flops": len}, TypeError),
+        ({"window": 0}, ValueError),
     ],
 )
-def test_bad_arguments(options, error, text):
-    with pytest.raises(error, match=text):
+def test_bad_arguments(options, error):
+    with pytest.raises(error, match=next(iter(options))):
         Throughput(**options)
 
 
 @on_ranks(2)
-def test_ranks_add_up():
-    with clock_in(Throughput) as clock:
+def test_ranks_add_up_and_samples_of_tensor_parallel_ranks_count_once():
+    def metrics_of(meter):
         engine = trainer(clock)
-        meter = Throughput(samples=10 + get_rank(), flops=6e12, peak_flops=12e12)
         meter.attach(engine, Events.ITERATION_COMPLETED(every=5))
-        metrics = engine.run(range(5)).metrics
-        assert metrics == {
+        return engine.run(range(5)).metrics
+
+    with clock_in(Throughput) as clock:
+        meter = Throughput(samples=10 + get_rank(), flops=6e12, peak_flops=12e12)
+        assert metrics_of(meter) == {
             "steps_per_second": 0.5,
             "samples_per_second": 10.5,
             "flops_per_second": 6e12,
             "mfu": 0.25,
         }
         assert meter.rates()["samples_per_second"] == 5 + get_rank() / 2
-
-
-@on_ranks(2)
-def test_the_samples_of_tensor_parallel_ranks_count_once():
-    make_mesh(tp=2)
-    with clock_in(Throughput) as clock:
-        engine = trainer(clock)
-        Throughput(samples=10).attach(engine, Events.ITERATION_COMPLETED(every=5))
-        assert engine.run(range(5)).metrics == {"steps_per_second": 0.5, "samples_per_second": 5}
+        make_mesh(tp=2)
+        assert metrics_of(Throughput(samples=10)) == {"steps_per_second": 0.5, "samples_per_second": 5}

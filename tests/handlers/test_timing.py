@@ -15,48 +15,28 @@ def clock():
         yield clock
 
 
-def test_a_timer_starts_when_it_is_created(clock):
+def test_pauses_do_not_count_and_pausing_and_resuming_are_idempotent(clock):
     timer = Timer()
     clock.take(2)
     assert (timer.value(), timer.total, timer.step_count, timer.running) == (2.0, 0.0, 0.0, True)
-
-
-def test_pauses_do_not_count(clock):
-    timer = Timer()
+    timer.resume()
     clock.take(2)
     timer.pause()
     clock.take(5)
-    assert (timer.value(), timer.total, timer.running) == (2.0, 2.0, False)
+    timer.pause()
+    assert (timer.value(), timer.total, timer.running) == (4.0, 4.0, False)
     timer.resume()
     clock.take(1)
-    assert timer.value() == 3.0
+    assert timer.value() == 5.0
 
 
-def test_pause_and_resume_are_idempotent(clock):
-    timer = Timer()
-    clock.take(2)
-    timer.resume()
-    clock.take(2)
-    timer.pause()
-    clock.take(5)
-    timer.pause()
-    assert timer.value() == timer.total == 4.0
-
-
-def test_average_divides_by_the_steps(clock):
+def test_average_divides_by_the_steps_and_reset_restarts_the_timer(clock):
     timer = Timer(average=True)
     clock.take(6)
     assert timer.value() == 6.0
-    timer.step()
-    timer.step()
-    timer.step()
+    for _ in range(3):
+        timer.step()
     assert (timer.value(), timer.step_count) == (2.0, 3.0)
-
-
-def test_reset_restarts_and_returns_the_timer(clock):
-    timer = Timer(average=True)
-    clock.take(6)
-    timer.step()
     timer.pause()
     assert timer.reset() is timer
     clock.take(1)
@@ -76,8 +56,7 @@ def trainer(clock):
 
 
 def test_an_attached_timer_measures_a_run(clock):
-    engine = trainer(clock)
-    timer = Timer()
+    engine, timer = trainer(clock), Timer()
     clock.take(50)
     assert timer.attach(engine) is timer
     engine.run(range(2), max_epochs=2)
@@ -87,21 +66,12 @@ def test_an_attached_timer_measures_a_run(clock):
     assert timer.value() == 100 + 10 + 3
 
 
-EACH = {"resume": Events.ITERATION_STARTED, "pause": Events.ITERATION_COMPLETED, "step": Events.ITERATION_COMPLETED}
-
-
-def test_time_before_the_first_pause_counts_unless_it_starts_paused(clock):
-    engine = trainer(clock)
-    whole = Timer().attach(engine, **EACH)
-    steps = Timer(average=True).attach(engine, **EACH, start_paused=True)
+def test_time_before_the_first_pause_counts_unless_it_starts_paused_and_events_may_have_filters(clock):
+    engine, each = trainer(clock), {"resume": Events.ITERATION_STARTED, "pause": Events.ITERATION_COMPLETED}
+    whole = Timer().attach(engine, **each)
+    steps = Timer(average=True).attach(engine, **each, step=Events.ITERATION_COMPLETED(every=2), start_paused=True)
+    second = Timer().attach(engine, Events.EPOCH_STARTED(once=2), Events.EPOCH_COMPLETED)
     engine.run(range(2), max_epochs=2)
     assert whole.value() == 100 + 10 + 4 * 3
-    assert (steps.value(), steps.step_count) == (3.0, 4.0)
-
-
-def test_events_may_have_filters(clock):
-    engine = trainer(clock)
-    timer = Timer(average=True)
-    timer.attach(engine, Events.EPOCH_STARTED(once=2), Events.EPOCH_COMPLETED, step=Events.ITERATION_COMPLETED(every=2))
-    engine.run(range(6), max_epochs=2)
-    assert (timer.value(), timer.step_count) == (6 * 3 / 3, 3.0)
+    assert (steps.value(), steps.step_count) == (6.0, 2.0)
+    assert second.value() == 2 * 3

@@ -8,7 +8,6 @@ import gc
 import io
 import os
 import struct
-import sys
 import termios
 import weakref
 
@@ -95,25 +94,15 @@ def test_the_closing_event_fills_the_bar_and_persist_keeps_it(terminal, events, 
     assert terminal.lines == [*lines, ""]
 
 
-def test_the_position_is_within_the_epoch_even_after_a_short_epoch(terminal):
-    trainer = trainer_of()
-    bar_on(terminal, mininterval=0, miniters=1).attach(trainer)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.terminate_epoch())
-    trainer.run(range(3), max_epochs=2)
-    epoch = [f"Epoch [2/2]: {position}/3" for position in (1, 2, 3)]
-    assert [text for text in terminal.drawn if "[2/2]" in text] == [*epoch, epoch[-1]]
-
-
-@pytest.mark.parametrize(
-    "event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)]
-)
 @pytest.mark.parametrize("closing", [Events.EPOCH_COMPLETED, Events.COMPLETED])
-def test_an_epoch_that_was_cut_is_not_shown_as_complete(terminal, event, closing):
+def test_an_epoch_that_was_cut_is_not_shown_as_complete_nor_the_next_one_as_cut(terminal, closing):
     trainer = trainer_of()
-    bar_on(terminal).attach(trainer, event_name=event, closing_event_name=closing)
+    bar_on(terminal).attach(trainer, event_name=Events.ITERATION_COMPLETED(every=2), closing_event_name=closing)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.terminate_epoch())
     trainer.run(range(10))
-    assert terminal.lines == ["Iteration: 3/10", ""]
+    trainer.run(range(3), max_epochs=2, epoch_length=3)
+    first, *_, last, _ = terminal.lines
+    assert (first, last.rpartition(" ")[2]) == ("Iteration: 3/10", "3/3")
 
 
 def test_a_resumed_run_starts_at_its_position(terminal):
@@ -176,17 +165,6 @@ def test_messages_are_written_above_the_bar(terminal):
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: bar.log_message("half of it"))
     trainer.run(range(5))
     assert terminal.lines == ["half of it", "Iteration: 5/5", ""]
-
-
-def test_two_engines_may_share_a_progress_bar(terminal):
-    trainer, evaluator = trainer_of(), trainer_of()
-    bar = bar_on(terminal)
-    bar.attach(trainer)
-    bar.attach(evaluator)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: evaluator.run(range(3)))
-    trainer.run(range(5))
-    assert "Iteration: 3/3" in terminal.drawn
-    assert terminal.drawn[-1] == "Iteration: 5/5"
 
 
 # --- how often the values are read -------------------------------------------------------------------------
@@ -263,19 +241,18 @@ def raise_error(error):
 
 
 @pytest.mark.parametrize(
-    ("how", "shown"),
+    "how",
     [
-        (lambda engine: engine.terminate(), 3),
-        (lambda engine: engine.terminate(skip_completed=True), 3),
-        (lambda engine: engine.interrupt(), 3),
-        (lambda engine: engine.terminate_epoch(skip_epoch_completed=True), 3),
+        lambda engine: engine.terminate(skip_completed=True),
+        lambda engine: engine.interrupt(),
+        lambda engine: engine.terminate_epoch(skip_epoch_completed=True),
     ],
 )
-def test_the_bar_closes_at_its_position_when_the_run_stops(terminal, how, shown):
+def test_the_bar_closes_at_its_position_when_the_run_stops(terminal, how):
     trainer = stop_at_3(how)
     bar_on(terminal, **OFTEN).attach(trainer, state_attributes=["iteration"])
     trainer.run(range(5))
-    assert terminal.lines == [f"Iteration: {shown}/5, iteration=3", ""]
+    assert terminal.lines == ["Iteration: 3/5, iteration=3", ""]
 
 
 def test_a_run_stopped_while_fetching_keeps_the_last_values(terminal):
@@ -315,10 +292,9 @@ def test_an_interrupted_run_resumes_with_a_new_bar(terminal):
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-@pytest.mark.parametrize("bars", [1, 2])
-def test_a_failing_run_closes_all_bars_and_raises(terminal, error, bars):
+def test_a_failing_run_closes_all_bars_and_raises(terminal, error):
     trainer = stop_at_3(raise_error(error))
-    for _ in range(bars):
+    for _ in range(2):
         bar_on(terminal).attach(trainer)
     with pytest.raises(type(error)) as raised:
         trainer.run(range(5))
@@ -349,15 +325,6 @@ def test_the_bar_closes_before_exception_handlers_run(terminal):
     with pytest.raises(ValueError, match="broken"):
         trainer.run(range(5))
     assert terminal.lines == ["Iteration: 2/5", "failed"]
-
-
-def test_an_error_in_an_output_transform_closes_the_bar(terminal):
-    trainer = trainer_of()
-    bar_on(terminal, **OFTEN).attach(trainer, output_transform=lambda output: {"inverse": 1 / (output - 3)})
-    with pytest.raises(ZeroDivisionError):
-        trainer.run(range(5))
-    assert not tqdm._instances
-    trainer.run(range(2))
 
 
 def test_the_handle_removes_all_handlers_of_the_bar(terminal):
@@ -405,13 +372,10 @@ class Own(EventEnum):
     ("event", "closing", "message"),
     [
         (Own.MINE, Events.COMPLETED, "event_name must be one of STARTED.*got Own.MINE"),
-        ("nothing", Events.COMPLETED, "event_name must be one of STARTED.*got 'nothing'"),
-        (Events.TERMINATE, Events.COMPLETED, "event_name must be one of STARTED"),
         (Events.ITERATION_COMPLETED | Events.STARTED, Events.COMPLETED, "event_name must be one of STARTED"),
         (Events.ITERATION_COMPLETED, Events.TERMINATE, "closing_event_name must be one of STARTED"),
         (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED(every=2), "closing_event_name must have no filter"),
         (Events.EPOCH_COMPLETED, Events.EPOCH_COMPLETED, "event_name must fire before closing_event_name"),
-        (Events.COMPLETED, Events.EPOCH_COMPLETED, "event_name must fire before closing_event_name"),
         (Events.ITERATION_COMPLETED, Events.ITERATION_STARTED, "event_name must fire before closing_event_name"),
     ],
 )
@@ -428,12 +392,6 @@ def test_invalid_arguments_attach_nothing(options):
     with pytest.raises(TypeError, match=next(iter(options))):
         ProgressBar().attach(trainer, **options)
     trainer.run([1])
-
-
-def test_a_missing_tqdm_raises_with_the_install_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[progress\]'"):
-        ProgressBar()
 
 
 def test_a_progress_bar_has_the_methods_of_a_logger(terminal):

@@ -32,8 +32,7 @@ def a_second_between_runs(monkeypatch):
 
 test_outputs = with_torch.test_outputs_are_scalars_named_by_tag_and_path
 test_optimizers = with_torch.test_optimizers_weights_and_gradients
-test_a_resume = with_torch.test_after_a_resume_each_point_exists_exactly_once
-test_a_kill = with_torch.test_after_a_kill_before_the_first_checkpoint_each_point_exists_once
+test_a_resume = with_torch.test_each_point_of_a_run_that_was_resumed_repeatedly_exists_once
 
 
 def test_the_writer_of_tensorboardx_is_used(tmp_path):

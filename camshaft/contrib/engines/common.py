@@ -132,37 +132,34 @@ def setup_common_training_handlers(
     save_every_iters = integer("save_every_iters", save_every_iters, least=1)
     log_every_iters = integer("log_every_iters", log_every_iters, least=1)
     gpu = _gpu() if with_gpu_stats else None
-    bars = (
-        [ProgressBar(persist=True, bar_format="")] if with_pbars else []
-    )  # an empty format is the default one of tqdm
-    if with_pbars and with_pbar_on_iters:
-        bars.insert(0, ProgressBar(persist=False))
+    bar_of_epochs = ProgressBar(persist=True, bar_format="") if with_pbars else None  # in the default format of tqdm
+    bar_of_iterations = ProgressBar(persist=False) if with_pbars and with_pbar_on_iters else None
     checkpoint = None
     if to_save is not None:
         saver = _saver(output_path, kwargs) if save_handler is None else save_handler
         checkpoint = Checkpoint(to_save, saver, **{"filename_prefix": "training", **kwargs})
 
-    iteration_completed = Events.ITERATION_COMPLETED
     if has_epochs:
         trainer.add_event_handler(Events.EPOCH_STARTED, _set_epoch, train_sampler)
     if stop_on_nan:
-        trainer.add_event_handler(iteration_completed, TerminateOnNan())
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     if isinstance(lr_scheduler, LRScheduler):
-        trainer.add_event_handler(iteration_completed, lambda: lr_scheduler.step())
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: lr_scheduler.step())
     elif lr_scheduler is not None:
         trainer.add_event_handler(Events.ITERATION_STARTED, lr_scheduler)
     if clear_cuda_cache:
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: torch.cuda.empty_cache())
     if checkpoint is not None:
-        trainer.add_event_handler(iteration_completed(every=save_every_iters), checkpoint)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=save_every_iters), checkpoint)
+    due = Events.ITERATION_COMPLETED(every=log_every_iters)
     if gpu is not None:
-        trainer.add_event_handler(iteration_completed(every=log_every_iters), _add_gpu_stats, gpu)
+        trainer.add_event_handler(due, _add_gpu_stats, gpu)
     for index, name in enumerate(output_names or ()):
         RunningAverage(partial(_element, index=index, name=name)).attach(trainer, name)
-    for bar in bars[:-1]:
-        bar.attach(trainer, metric_names="all", event_name=iteration_completed(every=log_every_iters))
-    for bar in bars[-1:]:
-        bar.attach(trainer, event_name=Events.EPOCH_STARTED, closing_event_name=Events.COMPLETED)
+    if bar_of_iterations is not None:
+        bar_of_iterations.attach(trainer, metric_names="all", event_name=due)
+    if bar_of_epochs is not None:
+        bar_of_epochs.attach(trainer, event_name=Events.EPOCH_STARTED, closing_event_name=Events.COMPLETED)
 
 
 setup_common_distrib_training_handlers = setup_common_training_handlers

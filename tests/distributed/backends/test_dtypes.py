@@ -63,7 +63,6 @@ def test_bools_stay_bools():
         on_first, part = idist.reduce(mine, op=op), idist.reduce_scatter(mine, op)
         assert on_first is None if rank else on_first.view(torch.uint8).tolist() == wanted
         assert part.view(torch.uint8).tolist() == wanted[2 * rank :][:2]
-        assert mine.tolist() == [True, rank == 0, False, False]
 
 
 @on_ranks(2)
@@ -91,15 +90,21 @@ def test_tensors_that_gloo_does_not_move():
 
 
 @on_ranks(2)
-def test_complex_numbers_can_only_be_added():
+def test_what_cannot_be_reduced_is_refused_on_all_ranks():
+    calls = idist.all_reduce, idist.reduce, idist.reduce_scatter
     tensor = torch.tensor([1 + 2j, 3j])
-    for call in (idist.all_reduce, lambda tensor, op: idist.reduce(tensor, op=op), idist.reduce_scatter):
+    for call in calls:
         for op in ("PRODUCT", "MIN", "MAX"):
-            with pytest.raises(
-                TypeError, match=f"op '{op}' is not supported for complex numbers, got a tensor of torch"
-            ):
-                call(tensor.clone(), op)
+            with pytest.raises(TypeError, match=f"op '{op}' is not supported for complex numbers"):
+                call(tensor.clone(), op=op)
     assert idist.all_reduce(tensor).tolist() == [2 + 4j, 6j]
+    assert FLOAT8
+    for dtype in FLOAT8:
+        for call in calls:
+            with pytest.raises(TypeError, match=f"16 bits or more.* got {dtype}: convert it first") as caught:
+                call(torch.ones(2).to(dtype))
+            assert caught.value.__notes__[0].startswith(f"in {call.__name__} on rank ")
+    assert idist.all_reduce(1) == 2  # all ranks are in step
 
 
 @on_ranks(2)
@@ -113,15 +118,3 @@ def test_nccl_has_no_bitwise_reductions_of_tensors():
         with pytest.raises(ValueError, match=rf"op must be one of \('SUM', .*\) on native-dist, got '{op}'"):
             check_reduction(on_gpu, torch.ones(2, dtype=torch.int64), op)
         check_reduction(on_gpu, 3, op)  # numbers are gathered and reduced here
-
-
-@on_ranks(2)
-def test_reductions_of_float8_are_refused_and_the_error_names_other_dtypes():
-    assert FLOAT8
-    for dtype in FLOAT8:
-        tensor = torch.ones(2).to(dtype)
-        for call in (idist.all_reduce, idist.reduce, idist.reduce_scatter):
-            with pytest.raises(TypeError, match=f"16 bits or more.* got {dtype}: convert it first") as caught:
-                call(tensor)
-            assert caught.value.__notes__[0].startswith(f"in {call.__name__} on rank ")
-    assert idist.all_reduce(1) == 2  # all ranks are in step

@@ -56,26 +56,23 @@ def expect(calls: list[str], call: Callable[[], object]) -> None:
 
 
 @on_ranks(2)
-def test_tensors_take_one_call():
-    expect(["all_reduce"], lambda: idist.all_reduce(LARGE_TENSOR.clone()))
-    expect(["all_reduce"], lambda: idist.all_reduce(LARGE_TENSOR.clone().t()))
-    expect(["all_gather_into"], lambda: idist.all_gather(LARGE_TENSOR))
-    expect(["all_gather_into"], lambda: idist.all_gather(torch.tensor(1.0)))
-    expect(["all_gather"], lambda: idist.all_gather_tensors_with_shapes(TENSOR, [(2,), (2,)]))
-    expect(["broadcast"], lambda: idist.broadcast(LARGE_TENSOR.clone()))
-    expect(["reduce"], lambda: idist.reduce(LARGE_TENSOR))
-    expect(["gather"], lambda: idist.gather(LARGE_TENSOR))
-    expect(["reduce_scatter"], lambda: idist.reduce_scatter(LARGE_TENSOR))
-
-
-@on_ranks(2)
-def test_numbers_are_reduced_in_one_call():
-    for number in (3, 2.5, True):
-        expect(["all_reduce"], lambda number=number: idist.all_reduce(number))
-        expect(["all_reduce"], lambda number=number: idist.reduce(number))
-        for op in ("MIN", "MAX", "PRODUCT"):
-            expect(["all_gather_into"], lambda number=number, op=op: idist.all_reduce(number, op))
-    expect(["all_reduce", "all_reduce"], lambda: idist.all_reduce(2j))
+def test_tensors_and_numbers_take_one_call():
+    for calls, call in (
+        ("all_reduce", lambda: idist.all_reduce(LARGE_TENSOR.clone())),
+        ("all_reduce", lambda: idist.all_reduce(LARGE_TENSOR.clone().t())),
+        ("all_gather_into", lambda: idist.all_gather(LARGE_TENSOR)),
+        ("all_gather_into", lambda: idist.all_gather(torch.tensor(1.0))),
+        ("all_gather", lambda: idist.all_gather_tensors_with_shapes(TENSOR, [(2,), (2,)])),
+        ("broadcast", lambda: idist.broadcast(LARGE_TENSOR.clone())),
+        ("reduce", lambda: idist.reduce(LARGE_TENSOR)),
+        ("gather", lambda: idist.gather(LARGE_TENSOR)),
+        ("reduce_scatter", lambda: idist.reduce_scatter(LARGE_TENSOR)),
+        *(("all_reduce", lambda number=number: idist.all_reduce(number)) for number in (3, 2.5, True)),
+        ("all_reduce", lambda: idist.reduce(3)),
+        *(("all_gather_into", lambda op=op: idist.all_reduce(2.5, op)) for op in ("MIN", "MAX", "PRODUCT")),
+        ("all_reduce all_reduce", lambda: idist.all_reduce(2j)),
+    ):
+        expect(calls.split(), call)
 
 
 @on_ranks(2)
@@ -94,31 +91,24 @@ def test_other_values_take_one_call_or_two_if_long():
         for value in values:
             expect(["scatter"] * times, lambda value=value: idist.scatter([value, value] if rank == 0 else None))
             expect(["all_to_all"] * times, lambda value=value: idist.all_to_all([value, 1] if rank == 0 else [1, 1]))
-    expect(
-        ["all_gather_into"] * 2, lambda: idist.all_gather("long" * 1000 if rank else 1)
-    )  # one is long, all send twice
-
-
-@on_ranks(2)
-def test_a_tensor_in_safe_mode_takes_one_call_or_two_if_large():
+    one_is_long = "long" * 1000 if rank else 1
+    expect(["all_gather_into"] * 2, lambda: idist.all_gather(one_is_long))  # all send twice
     for tensor, times in ((TENSOR, 1), (torch.tensor(1), 1), (torch.ones(0, 3), 1), (LARGE_TENSOR, 2)):
-        mine = tensor if idist.get_rank() == 0 else None
+        mine = tensor if rank == 0 else None
         expect(["broadcast"] * times, lambda mine=mine: idist.broadcast(mine, safe_mode=True))
 
 
 @on_ranks(2)
-def test_ranks_outside_the_group_make_no_call():
-    group = idist.new_group([0])
-    for collective in (idist.all_reduce, idist.all_gather, idist.broadcast):
-        calls = {"all_reduce": ["all_reduce"], "all_gather": ["all_gather_into"], "broadcast": ["broadcast"]}
-        wanted = calls[collective.__name__] if idist.get_rank() == 0 else []
-        expect(wanted, lambda collective=collective: collective(1, group=group))
-    expect(["barrier"] if idist.get_rank() == 0 else [], lambda: idist.barrier(group))
-
-
-@on_ranks(2)
-def test_queries_make_no_call():
-    if idist.get_rank() == 0:  # the others do not ask
+def test_queries_and_ranks_outside_the_group_make_no_call():
+    rank, group = idist.get_rank(), idist.new_group([0])
+    for call, name in (
+        (lambda: idist.all_reduce(1, group=group), "all_reduce"),
+        (lambda: idist.all_gather(1, group=group), "all_gather_into"),
+        (lambda: idist.broadcast(1, group=group), "broadcast"),
+        (lambda: idist.barrier(group), "barrier"),
+    ):
+        expect([name] if rank == 0 else [], call)
+    if rank == 0:  # the others do not ask
         for query in (
             idist.get_rank, idist.get_local_rank, idist.get_node_rank, idist.get_world_size, idist.get_nnodes,
             idist.get_nproc_per_node, idist.backend, idist.device, idist.model_name, idist.hostname,
@@ -126,9 +116,6 @@ def test_queries_make_no_call():
         ):  # fmt: skip
             expect([], query)
 
-
-@on_ranks(2)
-def test_one_rank_only_and_one_rank_first_take_one_barrier():
     def take_turns():
         with idist.one_rank_first(), idist.one_rank_first():
             pass
@@ -170,14 +157,8 @@ def test_only_errors_of_torch_point_to_the_debug_mode():
 @on_ranks(2)
 def test_gathered_tensors_have_no_gradient_and_a_warning_says_so():
     x = torch.ones(2, 1, requires_grad=True)
-    calls = {
-        "all_gather": idist.all_gather,
-        "all_gather_tensors_with_shapes": lambda one: idist.all_gather_tensors_with_shapes(one, [(2, 1)] * 2),
-    }
-    for name, call in calls.items():
-        with pytest.warns(
-            UserWarning, match=f"{name} returns values without gradients: where they are needed, use that"
-        ):
+    for call in (idist.all_gather, lambda one: idist.all_gather_tensors_with_shapes(one, [(2, 1)] * 2)):
+        with pytest.warns(UserWarning, match="returns values without gradients"):
             call(2 * x)
         call(x), call((2 * x).detach())
         with torch.no_grad():

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -29,11 +30,6 @@ WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.
 DTYPES = (*FLOATS, *WHOLE, torch.complex128, torch.complex64, torch.bool)
 
 
-def one_of(dtype):
-    """Return a tensor of four numbers."""
-    return torch.tensor([[0, 1], [2, 3]]).to(dtype)
-
-
 def same(got, wanted):
     assert (got.dtype, got.shape, bytes_of(got)) == (wanted.dtype, wanted.shape, bytes_of(wanted.detach()))
 
@@ -43,7 +39,7 @@ def transfers():
 
 
 def exchanged(value, other=None, **options):
-    """Send a value to the other of two ranks, or to a given one, which sends the same, and give what it sent."""
+    """Send a value to the other of two ranks, or to a given one, which sends the same, and return what it sent."""
     with_all, other = other is None, 1 - idist.get_rank() if other is None else other
     idist.isend(value, other, **options)
     got = idist.recv(other, **options)
@@ -62,33 +58,20 @@ def test_tensors_of_every_dtype_and_layout_arrive_as_they_are():
     layouts = [
         image.contiguous(memory_format=torch.channels_last),
         image[:, 1:, ::2, 3],
-        image.transpose(1, 3),
-        torch.tensor(3.0).expand(2, 3),
-        torch.tensor(2.5),
-        torch.empty(0),
         torch.empty(3, 0, 2, dtype=torch.int16),
         torch.zeros((1,) * 40),
         numbers.conj(),
         numbers.conj().imag,
         torch.nn.Parameter(torch.ones(2)),
-        torch.ones(2, requires_grad=True) * 2,
     ]
-    for tensor in (*map(one_of, DTYPES), *layouts):
+    for tensor in (*(torch.tensor([[0, 1], [2, 3]]).to(dtype) for dtype in DTYPES), *layouts):
         got = exchanged(tensor)
         assert type(got) is torch.Tensor
         assert not got.requires_grad
-        same(got, tensor.detach())
-
-
-@on_ranks(2)
-def test_sparse_and_nested_tensors_arrive_as_they_are():
-    sparse = exchanged(torch.eye(3).to_sparse())
-    assert sparse.is_sparse
-    assert torch.equal(sparse.to_dense(), torch.eye(3))
+        same(got, tensor)
+    assert exchanged(torch.eye(3).to_sparse()).to_dense().equal(torch.eye(3))
     nested = exchanged(torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged))
     assert [part.tolist() for part in nested.unbind()] == [[1, 1], [0, 0, 0]]
-    inside = exchanged({"weights": [torch.ones(2)], "step": 3})
-    assert torch.equal(inside["weights"][0], torch.ones(2))
 
 
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.complex_numbers(allow_nan=False)
@@ -119,38 +102,30 @@ def test_values_of_any_kind_and_length_arrive_as_they_are(values):
     assert list(map(type, got)) == list(map(type, values))
 
 
-SHAPES = st.lists(st.integers(0, 4), max_size=4)
+class Unreadable:
+    """A value that cannot be decoded."""
 
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES), st.permutations(range(4))), min_size=1, max_size=3))
-def test_tensors_of_any_shape_and_order_of_dimensions_arrive_as_they_are(drawn):
-    tensors = []
-    for shape, dtype, order in drawn:
-        tensor = torch.arange(int(torch.Size(shape).numel())).reshape(shape).to(dtype)
-        tensors.append(tensor.permute([place for place in order if place < len(shape)]))
-    _, got = run_on_threads(2, round_trip, tensors)
-    for one, wanted in zip(got, tensors, strict=True):
-        same(one, wanted)
+    def __reduce__(self):
+        return int, ("no number",)
 
 
 @on_ranks(2)
-def test_out_that_does_not_fit_raises_on_every_wait_and_is_unchanged():
-    other = 1 - idist.get_rank()
-    out = torch.zeros(2, 3)
-    cases = [
-        (torch.ones(3, 2), r"out must be of shape \(3, 2\) and torch.float32, as rank . sent it, got shape \(2, 3\)"),
-        (torch.ones(2, 3, dtype=torch.int64), "out must be of shape .* and torch.int64"),
-        ("text", "out must be None, as rank . sent a value of type str"),
-    ]
-    for value, message in cases:
+def test_what_cannot_be_received_raises_on_every_wait_and_changes_nothing():
+    other, out = 1 - idist.get_rank(), torch.zeros(2, 3)
+    for value, into, error, message in (
+        (torch.ones(3, 2), out, ValueError, r"out must be of shape \(3, 2\) and torch.float32, as rank . sent it"),
+        (torch.ones(2, 3, dtype=torch.int64), out, ValueError, "out must be of shape .* and torch.int64"),
+        ("text", out, ValueError, "out must be None, as rank . sent a value of type str"),
+        (Unreadable(), None, TypeError, "cannot be unpickled here(.|\n)*no number"),
+    ):
         idist.isend(value, other)
-        coming = idist.irecv(other, out=out)
+        coming = idist.irecv(other, out=into)
         for _ in range(2):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(error, match=message) as caught:
                 coming.wait()
+            assert caught.value.__notes__ == [f"in irecv on rank {1 - other}, from rank {other}, tag 0"]
     assert not out.any()
-    assert exchanged("the next") == "the next"
+    assert not transfers().awaited
     with pytest.raises(TypeError, match=r"out must be a tensor or None, got \[0\]"):
         idist.irecv(other, out=[0])
     assert exchanged("the last") == "the last"
@@ -159,17 +134,15 @@ def test_out_that_does_not_fit_raises_on_every_wait_and_is_unchanged():
 # --- many at once ------------------------------------------------------------------------------------------------
 
 
-@on_ranks(4)
+@on_ranks(3)
 def test_large_messages_to_all_may_be_waited_for_before_any_is_received():
-    rank, others = idist.get_rank(), [other for other in range(4) if other != idist.get_rank()]
-    payload = torch.full((1 << 20,), float(rank))
+    rank, others = idist.get_rank(), [other for other in range(3) if other != idist.get_rank()]
     for other in others:
         for tag in (0, 7):
-            idist.isend(payload + 10 * tag, other, tag=tag).wait()
+            idist.isend(torch.full((1 << 20,), rank + 10.0 * tag), other, tag=tag).wait()
     for other in reversed(others):
         for tag in (7, 0):
-            got = idist.recv(other, tag=tag)
-            assert got.aminmax() == (other + 10 * tag, other + 10 * tag)
+            assert idist.recv(other, tag=tag).aminmax() == (other + 10 * tag, other + 10 * tag)
     idist.barrier()
 
 
@@ -189,7 +162,7 @@ def test_hundreds_in_flight_both_ways_may_be_waited_for_in_any_order():
 
 
 @on_ranks(2)
-def test_send_does_not_wait_during_irecv():
+def test_send_does_not_wait_during_irecv_however_much_is_received_here():
     other = 1 - idist.get_rank()
     for value in (torch.ones(1 << 20), "ü" * 1000, 3):
         coming = [idist.irecv(other, tag=tag) for tag in range(3)]
@@ -198,6 +171,11 @@ def test_send_does_not_wait_during_irecv():
         for one in coming:
             got = one.wait()
             assert torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value
+    assert 2 * 40 << 20 > point_to_point._MOST_IN_FLIGHT
+    coming = [idist.irecv(other) for _ in range(2)]
+    for _ in coming:
+        idist.send(torch.ones(10 << 20), other)  # of 40 MiB
+    assert [one.wait().shape for one in coming] == [(10 << 20,)] * 2
     idist.barrier()
 
 
@@ -215,37 +193,6 @@ def test_send_does_not_run_ahead_of_the_receiver():
         for number in range(40):
             assert idist.recv(other)[-1] == number
         idist.send("stop", other, tag=1)
-    idist.barrier()
-
-
-@on_ranks(2)
-def test_send_does_not_wait_for_as_many_messages_as_are_received_here():
-    other = 1 - idist.get_rank()
-    assert 2 * 40 << 20 > point_to_point._MOST_IN_FLIGHT
-    coming = [idist.irecv(other) for _ in range(2)]
-    for _ in coming:
-        idist.send(torch.ones(10 << 20), other)  # of 40 MiB
-    assert [one.wait().shape for one in coming] == [(10 << 20,)] * 2
-    idist.barrier()
-
-
-class Unreadable:
-    """A value that cannot be decoded."""
-
-    def __reduce__(self):
-        return int, ("no number",)
-
-
-@on_ranks(2)
-def test_a_value_that_cannot_be_decoded_raises_on_every_wait():
-    if idist.get_rank() == 0:
-        idist.send(Unreadable(), 1)
-    else:
-        coming = idist.irecv(0)
-        for _ in range(2):
-            with pytest.raises(TypeError, match="cannot be unpickled here(.|\n)*no number"):
-                coming.wait()
-        assert not transfers().awaited
     idist.barrier()
 
 
@@ -271,28 +218,13 @@ def test_send_waits_again_when_no_irecv_is_in_progress():
     idist.barrier()
 
 
-@on_ranks(2)
-def test_a_dropped_handle_drops_its_message_only_and_nothing_piles_up():
-    if idist.get_rank() == 1:
-        for number in range(50):
-            idist.irecv(0)
-            assert len(transfers().dropped) <= 3
-            assert idist.recv(0) == number  # so the message for the dropped handle has arrived
-    else:
-        for number in range(50):
-            idist.isend("for nobody", 1)
-            idist.send(number, 1)
-    idist.barrier()
-
-
 # --- who may talk to whom ----------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
 def test_groups_keep_their_messages_apart_and_name_global_ranks():
     rank = idist.get_rank()
-    group = idist.new_group([2, 0])
-    handle = dist.new_group([0, 2])
+    group, handle = idist.new_group([2, 0]), dist.new_group([0, 2])
     if rank == 0:
         for text, where in (("world", None), ("group", group), ("handle", handle)):
             idist.isend(text, 2, group=where)
@@ -300,30 +232,13 @@ def test_groups_keep_their_messages_apart_and_name_global_ranks():
         with pytest.raises(ValueError, match=r"dst must be another rank of the group, one of \[2\], got 1"):
             idist.send(1, 1, group=group)
     elif rank == 2:
-        assert idist.recv(0, group=handle) == "handle"
-        assert idist.recv(0, group=group) == "group"
-        assert idist.recv(0, group=[0, 2]) == "listed"  # the same group
-        assert idist.recv(0) == "world"
+        for text, where in (("handle", handle), ("group", group), ("listed", [0, 2]), ("world", None)):
+            assert idist.recv(0, group=where) == text  # a list names the same group
     else:
         for named in (group, handle, [0, 2]):
             with pytest.raises(RankDivergenceError, match=r"irecv was called on rank 1, which is not in its group"):
                 idist.irecv(0, group=named)
     idist.barrier()
-
-
-def run_alone(function):
-    """Call a function as rank 0 of two, of which the other does nothing."""
-    errors = []
-
-    def caught():
-        try:
-            return function() if idist.get_rank() == 0 else None
-        except Exception as error:
-            errors.append(error)
-
-    run_on_threads(2, caught)
-    if errors:
-        raise errors[0]
 
 
 @on_ranks(3)
@@ -337,8 +252,6 @@ def test_messages_to_ranks_outside_of_the_block_raise():
                 call()
 
     alone()
-    with idist.one_rank_first(), pytest.raises(RankDivergenceError, match="the body of one_rank_first"):
-        idist.send(1, (rank + 1) % 3)
     if rank != 1:
         with only([0, 2], "what the even ranks do", "here"):
             assert exchanged("both are here", 2 - rank) == "both are here"
@@ -354,30 +267,23 @@ def test_errors_say_which_message():
         (lambda: idist.recv(1, tag="a"), "in recv on rank 0, from rank 1, tag a"),
         (lambda: idist.irecv(1, out=3), "in irecv on rank 0, from rank 1, tag 0"),
     ):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            run_alone(call)
-        assert caught.value.__notes__ == [where]
+
+        def call_alone(call=call):
+            if idist.get_rank() == 0:
+                with pytest.raises((TypeError, ValueError)) as caught:
+                    call()
+                return caught.value.__notes__
+
+        assert run_on_threads(2, call_alone) == [[where], None]
 
 
 @on_ranks(2)
-def test_errors_while_waiting_say_which_message():
-    rank = idist.get_rank()
-    if rank == 0:
-        for tag in (1, 2):
-            idist.send("text", 1, tag=tag)
+def test_errors_of_a_rank_that_is_left_alone_say_which_message():
+    if idist.get_rank() == 0:
         dist.barrier()
         dist.destroy_process_group()
         begin_again()
         return
-    coming = idist.irecv(0, tag=1, out=torch.ones(1))
-    for call, where in (
-        (coming.wait, "in irecv on rank 1, from rank 0, tag 1"),
-        (coming.wait, "in irecv on rank 1, from rank 0, tag 1"),
-        (lambda: idist.recv(0, tag=2, out=torch.ones(1)), "in recv on rank 1, from rank 0, tag 2"),
-    ):
-        with pytest.raises(ValueError, match="out must be None") as caught:
-            call()
-        assert caught.value.__notes__ == [where]
     dist.barrier()
     for call, where in (
         (lambda: idist.recv(0, tag=4), "in recv on rank 1, from rank 0, tag 4"),
@@ -393,7 +299,7 @@ def test_errors_while_waiting_say_which_message():
 
 
 @on_ranks(2)
-def test_finalize_waits_for_messages_that_are_still_to_be_received():
+def test_finalize_waits_for_messages_that_are_still_to_be_received_and_reports_those_that_were_not(tmp_path):
     if idist.get_rank() == 0:
         idist.isend(torch.ones(1 << 20), 1)
         idist.isend("late", 1)
@@ -401,13 +307,10 @@ def test_finalize_waits_for_messages_that_are_still_to_be_received():
         time.sleep(0.3)
         assert idist.recv(0).sum() == 1 << 20
         assert idist.recv(0) == "late"
+    rank = idist.get_rank()
     idist.finalize()
-    begin_again()
-
-
-@on_ranks(2)
-def test_finalize_reports_messages_that_were_not_received():
-    if idist.get_rank() == 0:
+    idist.initialize("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+    if rank == 0:
         idist.isend(torch.ones(3), 1)
         idist.barrier()
         with pytest.raises(RuntimeError, match="a message to rank 1 was not received"):
@@ -416,8 +319,7 @@ def test_finalize_reports_messages_that_were_not_received():
         idist.irecv(0, tag=5)  # nothing comes here either
         idist.barrier()
         idist.finalize()
-    assert not dist.is_initialized()
-    assert idist.backend() is None
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
     begin_again()
 
 
@@ -429,7 +331,7 @@ def begin_again():
 @on_ranks(2)
 def test_buffers_of_completed_sends_are_released():
     rank = idist.get_rank()
-    for _ in range(30):
+    for _ in range(12):
         for number in range(20):
             if rank == 0:
                 idist.isend(torch.zeros(50_000) if number % 2 else "x" * 2000, 1)
@@ -439,7 +341,7 @@ def test_buffers_of_completed_sends_are_released():
         if rank == 0:  # all have arrived, but the thread that notices it may not have run yet
             assert not outlasting(lambda: not all(transfer[0].is_completed() for _, transfer in transfers()._sent))
     if rank == 0:
-        assert len(transfers()._sent) < 150  # of 1200 transfers
+        assert len(transfers()._sent) < 150  # of 480 transfers
         transfers().finish()
         assert not outlasting(lambda: threading.active_count() > 3)  # this thread, the watcher's, and the board's
     else:
@@ -450,7 +352,7 @@ class Work:
     """A transfer whose end the test decides on; as with gloo, only one may wait for it."""
 
     def __init__(self, error=None):
-        self.end, self.error, self.waits = threading.Event(), error, 0
+        self.end, self.error, self.waits, self.looks = threading.Event(), error, 0, 0
 
     def wait(self):
         self.waits += 1
@@ -459,24 +361,18 @@ class Work:
             raise self.error
 
     def is_completed(self):
+        self.looks += 1
         return self.end.is_set()
 
 
 def test_completed_sends_are_found_in_a_few_looks_each():
-    kept, looks = point_to_point.Transfers(), []
-
-    class Counted(Work):
-        def is_completed(self):
-            looks.append(self)
-            return super().is_completed()
-
-    works = [Counted() for _ in range(2000)]
+    kept, works = point_to_point.Transfers(), [Work() for _ in range(2000)]
     for number, work in enumerate(works):
         if number >= 100:
             work.end.set()
         kept.keep(1, [(work, torch.empty(1))])
     assert len(kept._sent) < 250  # of which 100 are in flight
-    assert len(looks) <= 2 * len(works)
+    assert sum(work.looks for work in works) <= 2 * len(works)
     for work in works:
         work.end.set()
     kept.finish()
@@ -488,24 +384,16 @@ def test_a_failed_send_is_reported_by_a_later_one_or_at_the_end():
         kept, failed = point_to_point.Transfers(), Work(OSError("connection closed"))
         kept.keep(3, [(failed, torch.empty(1))])
         failed.end.set()
-        with pytest.raises(RuntimeError, match="a message to rank 3 was not received: connection closed") as caught:
+        with pytest.raises(RuntimeError, match="a message to rank 3 was not received: connection closed"):
             later(kept)
-        assert isinstance(caught.value.__cause__, OSError)
 
 
 @on_ranks(2)
 def test_messages_in_a_group_of_another_backend():
-    config = dist.get_backend_config
+    config, other = dist.get_backend_config, 1 - idist.get_rank()
     group = idist.new_group([0, 1], backend="gloo")
-    dist.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
-    try:
-        for call in (idist.send, idist.isend):
-            with pytest.raises(
-                NotImplementedError, match=r"does not support send and recv: use gloo or mpi, or pass group=new_group"
-            ):
-                call(torch.ones(1), 1 - idist.get_rank())
-        with pytest.raises(NotImplementedError, match="does not support send and recv"):
-            idist.irecv(1 - idist.get_rank())
+    with mock.patch.object(dist, "get_backend_config", lambda group=None: config(group) if group else "cuda:nccl"):
+        for call in (lambda: idist.send(1, other), lambda: idist.isend(1, other), lambda: idist.irecv(other)):
+            with pytest.raises(NotImplementedError, match="does not support send and recv: .* pass group=new_group"):
+                call()
         assert exchanged("text", group=group) == "text"
-    finally:
-        dist.get_backend_config = config

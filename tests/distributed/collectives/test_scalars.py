@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import camshaft.distributed as idist
@@ -34,7 +34,6 @@ def outcome(call):
 
 
 @given(st.integers() | st.floats(allow_nan=False) | st.booleans(), st.sampled_from(OPS))
-@settings(deadline=None)
 def test_a_single_process_gets_its_number_back(number, op):
     got = outcome(lambda: idist.all_reduce(number, op))
     if isinstance(number, float) and op in BITWISE:
@@ -42,11 +41,9 @@ def test_a_single_process_gets_its_number_back(number, op):
     elif op == "SUM" and abs(number) >= 2**63 and isinstance(number, int):
         assert got is ValueError
     else:
+        kind = int if isinstance(number, bool) and op in ("SUM", "PRODUCT") else type(number)
         assert got == number
-        assert (
-            type(got) is (int if isinstance(number, bool) and op in ("SUM", "PRODUCT") else type(number))
-            or op == "PRODUCT"
-        )
+        assert type(got) is kind or op == "PRODUCT"
 
 
 @pytest.mark.parametrize(
@@ -81,54 +78,36 @@ def test_numbers_that_cannot_be_reduced_exactly_are_rejected(number, op, error):
 
 @on_ranks(2)
 def test_results_equal_those_of_python():
-    rank = idist.get_rank()
-    for numbers in (
-        (3, 5),
-        (-(2**62) + 1, -(2**62) + 1),
-        (0.1, 0.2),
-        (-0.0, 0.0),
-        (True, False),
-        (2, 7),
-        (1e308, 1e308),
-    ):
-        one, other = numbers
-        for op, wanted in (
-            ("SUM", one + other),
-            ("MIN", min(numbers)),
-            ("MAX", max(numbers)),
-            ("PRODUCT", one * other),
-            ("AND", isinstance(one, int) and one & int(other)),
-            ("OR", isinstance(one, int) and one | int(other)),
-        ):
-            if op in BITWISE and isinstance(one, float):
-                continue
-            got = idist.all_reduce(numbers[rank], op)
-            assert got == wanted, (op, numbers)
-            assert type(got) is type(one + other if op in ("SUM", "PRODUCT") else one), (op, numbers)
+    rank, big = idist.get_rank(), -(2**62) + 1
+    for one, other in ((3, 5), (big, big), (0.1, 0.2), (-0.0, 0.0), (True, False), (2, 7), (1e308, 1e308)):
+        wanted = {"SUM": one + other, "MIN": min(one, other), "MAX": max(one, other), "PRODUCT": one * other}
+        if isinstance(one, int):
+            wanted |= {"AND": one & other, "OR": one | other}
+        for op, result in wanted.items():
+            got = idist.all_reduce((one, other)[rank], op)
+            assert got == result, (op, one, other)
+            assert type(got) is type(one + other if op in ("SUM", "PRODUCT") else one), (op, one, other)
     assert math.copysign(1, idist.all_reduce(-0.0)) == -1
     assert idist.all_reduce(1 + 2j * rank) == 2 + 2j
     assert math.isnan(idist.all_reduce(math.nan if rank else 1.0, "MIN"))
     assert math.isnan(idist.all_reduce(1.0 if rank else math.nan, "MAX"))
     assert idist.all_reduce(10**30 + rank, "MAX") == 10**30 + 1
     assert idist.reduce(10**30, op="PRODUCT") == (10**60 if rank == 0 else None)
+    with pytest.raises(TypeError, match="numbers of the same kind, but this one has (0 of type int|0.5 of type float)"):
+        idist.all_reduce(0 if rank else 0.5)
+    assert idist.all_reduce(1) == 2
 
 
 @on_ranks(3)
 def test_all_ranks_get_the_same_result_or_an_error():
-    kinds = (5, -1, 2.5, 0.0, math.nan, True, 1j, 2**70, decimal.Decimal(1))
+    kinds = (5, 2.5, math.nan, True, 1j, 2**70, decimal.Decimal(1))
     rank, bad = idist.get_rank(), []
     # each one of different kinds waits until it is known that the ranks have met in the same call
-    cases = [*itertools.product(("SUM",), kinds, kinds, (5,)), *itertools.product(("MIN",), kinds, (2.5, 5), (2.5,))]
+    cases = [("SUM", *pair, 5) for pair in itertools.combinations_with_replacement(kinds, 2)]
+    cases += [("MIN", kind, 5, 2.5) for kind in kinds]
     for op, *numbers in cases:
         got = outcome(lambda op=op, number=numbers[rank]: idist.all_reduce(number, op))
         outcomes = idist.all_gather("an error" if isinstance(got, type) else repr(got))
         if len(set(outcomes)) > 1:
             bad.append((op, numbers, outcomes))
     assert not bad, bad[:5]
-
-
-@on_ranks(2)
-def test_numbers_of_different_kinds_are_not_added():
-    with pytest.raises(TypeError, match="numbers of the same kind, but this one has (0 of type int|0.5 of type float)"):
-        idist.all_reduce(0 if idist.get_rank() else 0.5)
-    assert idist.all_reduce(1) == 2

@@ -36,19 +36,15 @@ def connected(store: Any, rank: int = 0, size: int = SIZE) -> Board:
 
 @pytest.mark.usefixtures("fast")
 def test_a_topic_reaches_every_rank_then_or_later(board_at: Any) -> None:
-    store, calls = dist.HashStore(), list[int]()
-
-    def note(number: int) -> Any:
-        return lambda: (calls.append(number), math.inf)[1]
-
+    store, calls = dist.HashStore(), [mock.Mock(return_value=math.inf) for _ in range(3)]
     boards = [board_at(store, rank, 3) for rank in range(3)]
-    for number, board in enumerate(boards[:2]):
+    for board, call in zip(boards[:2], calls, strict=False):
         board.watch("other", lambda: math.inf)
-        board.watch("stop", note(number))
+        board.watch("stop", call)
     boards[0].announce("stop")
-    assert not outlasting(lambda: not {0, 1} <= set(calls))
-    boards[2].watch("stop", note(2))
-    assert not outlasting(lambda: 2 not in calls)
+    assert not outlasting(lambda: not (calls[0].called and calls[1].called))
+    boards[2].watch("stop", calls[2])
+    assert not outlasting(lambda: not calls[2].called)
     boards[1].announce("stop")  # again, which adds nothing
     boards[1].announce("last")
     assert not outlasting(lambda: len(boards[2]._news) < 2)
@@ -68,18 +64,13 @@ def test_nobody_waits_for_a_task_that_a_lost_store_prevents(is_lost_before: bool
 
 @pytest.mark.usefixtures("fast")
 def test_an_error_in_a_callback_is_logged_and_does_not_end_the_thread(board_at: Any, caplog: Any) -> None:
-    board, calls = board_at(dist.HashStore()), []
-
-    def fail() -> float:
-        calls.append("fail")
-        raise ZeroDivisionError
-
-    board.watch("stop", fail)
+    board, failing = board_at(dist.HashStore()), mock.Mock(side_effect=ZeroDivisionError)
+    board.watch("stop", failing)
     board.announce("stop")
-    assert not outlasting(lambda: len(calls) < 3)  # it is called again
-    board.watch("other", lambda: (calls.append("other"), math.inf)[1])
+    assert not outlasting(lambda: failing.call_count < 3)  # it is called again
+    board.watch("other", other := mock.Mock(return_value=math.inf))
     board.announce("other")
-    assert not outlasting(lambda: "other" not in calls)
+    assert not outlasting(lambda: not other.called)
     assert "ZeroDivisionError" in caplog.text
     board.forget("stop")
 
@@ -147,8 +138,7 @@ def test_questions_and_answers_leave_one_key_per_rank() -> None:
 
 def test_a_host_that_does_not_answer_is_asked_again() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    board = Board(StoreOnly(store))
+    board = Board(StoreOnly(dist.TCPStore("127.0.0.1", server.port, is_master=False)))
     board.look()
     with mock.patch.object(module, "_is_served", return_value=None):
         board._lose(dist.DistNetworkError("recvValue failed: Connection timed out"))
@@ -159,19 +149,17 @@ def test_a_host_that_does_not_answer_is_asked_again() -> None:
     assert board.silent_since == since < math.inf
     assert board.usable_store is None
     board.look()
-    assert board.silent_since == math.inf
-    assert board.usable_store is not None
+    assert (board.silent_since, board.usable_store is None) == (math.inf, False)
     board._connection.close()  # type: ignore[union-attr]
 
 
 def test_the_end_of_the_process_that_serves_the_store_is_noticed_without_a_request(capfd: Any) -> None:
     """torch would print a stack of C++ where a request fails."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    board = Board(StoreOnly(store))
-    board.look()
-    board.look()
-    assert not board.is_lost
+    board = Board(StoreOnly(dist.TCPStore("127.0.0.1", server.port, is_master=False)))
+    for _ in range(2):
+        board.look()
+        assert not board.is_lost
     del server
     connection = board._connection
     assert connection is not None

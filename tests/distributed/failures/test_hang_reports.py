@@ -26,11 +26,7 @@ BEGUN = {"begun": {"0": 4}, "at_most": {}}
         ({**BEGUN, "doing": "is compiling"}, "rank 1 is compiling", False),
         ({**BEGUN, "doing": "is waiting for the workers of its data loader"}, "rank 1 is waiting for the work", True),
         ({**BEGUN, "inside": ["save, which is for rank 1 only", "a.py:3"]}, "rank 1 is in save, which is for ", False),
-        (
-            {**BEGUN, "engines": [RUN, OTHER_RUN], "stack": ["a.py:1 in f"]},
-            "rank 1 is evaluating at a.py:1 in f",
-            False,
-        ),
+        ({**BEGUN, "engines": [RUN, OTHER_RUN], "stack": ["a.py:1 in f"]}, "rank 1 is evaluating at a.py:1 in", False),
         ({**BEGUN, "engines": [RUN, OTHER_RUN], "idle_for": 30.0}, "evaluating, in .* not used the CPU for 30 s", True),
         ({**BEGUN, "time": 80.0}, "rank 1 has not run any Python for 20 s: its process is stopped, or", True),
         ({"left": "has left the run", **sent(("0", 4, "barrier"))}, "rank 1 has left the run", True),
@@ -62,8 +58,8 @@ def test_the_report_of_a_hang_follows_the_ranks_that_wait_themselves() -> None:
 
 
 def test_a_rank_that_does_not_wait_has_no_report() -> None:
-    assert hang_reports.hang_report({0: snapshot(0, **BEGUN)}, 0, 100.0) is None
-    assert hang_reports.hang_report({}, 0, 100.0) is None
+    for ranks in ({0: snapshot(0, **BEGUN)}, {}):
+        assert hang_reports.hang_report(ranks, 0, 100.0) is None
 
 
 def test_the_report_on_1024_ranks_in_two_calls_takes_little_time_and_space() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,16 +77,6 @@ def a_thread_that_has_sent_nothing_yet() -> None:
         dist.all_reduce(torch.ones(2))
 
 
-def uneven_numbers_of_runs() -> None:
-    """Ranks fit candidates on their own, and wait for the others afterwards."""
-    for _ in range(1 + 2 * idist.get_rank()):
-        engine = Engine(lambda engine, batch: None)
-        engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.terminate)
-        engine.run(range(5))
-        rest()
-    idist.barrier()
-
-
 def an_early_end_on_one_rank_that_comes_back() -> None:
     """A rank terminates its run, does something else, and only then makes the calls of the others."""
     engine = Engine(lambda engine, batch: idist.all_reduce(1))
@@ -155,40 +144,27 @@ def forked_children() -> None:
     idist.barrier()
 
 
-def groups_of_some_ranks_while_the_other_one_works() -> None:
-    alone = dist.new_group([0], use_local_synchronization=True) if idist.get_rank() == 0 else None
-    if alone is not None:
-        for _ in range(5):
-            dist.barrier(alone)
-        rest()
-    idist.all_reduce(1, group=[0, 1])
-
-
 def asynchronous_calls_that_nobody_waits_for_yet() -> None:
-    works = [dist.all_reduce(torch.ones(2), async_op=True)] if idist.get_rank() == 0 else []
+    """And calls of a group of one rank, while the other one works."""
     if idist.get_rank() == 0:
+        dist.barrier(dist.new_group([0], use_local_synchronization=True))
+        work = dist.all_reduce(torch.ones(2), async_op=True)
         rest()
     else:
         rest()
-        works = [dist.all_reduce(torch.ones(2), async_op=True)]
-    works[0].wait()
-
-
-def sleeping_while_others_wait() -> None:
-    """A rank is asleep in C, which looks like waiting."""
-    if idist.get_rank() == 1:
-        time.sleep(PATIENCE * 10)
-        rest()
-    idist.barrier()
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+    work.wait()
 
 
 JOBS = [
-    *(threads_with_groups_of_their_own, a_thread_that_has_sent_nothing_yet, uneven_numbers_of_runs),
-    *(an_early_end_on_one_rank_that_comes_back, errors_that_are_handled),
-    *(the_same_calls_through_torch_and_through_camshaft,),
-    *(a_rank_that_leaves_while_the_other_one_needs_nobody, forked_children),
-    *(groups_of_some_ranks_while_the_other_one_works, asynchronous_calls_that_nobody_waits_for_yet),
-    *(sleeping_while_others_wait,),
+    threads_with_groups_of_their_own,
+    a_thread_that_has_sent_nothing_yet,
+    an_early_end_on_one_rank_that_comes_back,
+    errors_that_are_handled,
+    the_same_calls_through_torch_and_through_camshaft,
+    a_rank_that_leaves_while_the_other_one_needs_nobody,
+    forked_children,
+    asynchronous_calls_that_nobody_waits_for_yet,
 ]
 
 

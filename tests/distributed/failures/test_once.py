@@ -48,14 +48,11 @@ def test_a_rank_that_ends_before_it_has_printed_leaves_the_report_to_the_next() 
     assert [reporter(1), reporter(2)] == [None, 1]
 
 
-def test_each_rank_prints_its_own_report_if_another_takes_long(monkeypatch: Any) -> None:
+def test_each_rank_prints_its_own_report_if_another_takes_long_or_is_of_another_job(monkeypatch: Any) -> None:
+    assert [reporter(1, "one"), reporter(2, "other"), reporter(3, "one")] == [None, None, 1]
     monkeypatch.setattr(once, "_PATIENCE", 0.0)
     with once.reporting("job", 0):
         assert reporter(1) is None
-
-
-def test_each_job_has_a_report() -> None:
-    assert [reporter(1, "one"), reporter(2, "other"), reporter(3, "one")] == [None, None, 1]
 
 
 @pytest.mark.parametrize("what", ["no job", "no folder", "no space", "a link", "no locks"])

@@ -71,21 +71,13 @@ def test_a_group_that_was_destroyed_is_released() -> None:
 
 def test_a_group_that_is_made_anew_under_the_same_name_begins_anew() -> None:
     """torch numbers the groups of a process, but names one after its ranks with ``use_local_synchronization``."""
-    entry = {
-        "process_group": ["name", ""],
-        "input_dtypes": [],
-        "input_sizes": [],
-        "time_created_ns": 0,
-        "retired": True,
-    }
+    entry = {"process_group": ["name", ""], "input_dtypes": [], "input_sizes": [], "time_created_ns": 0}
     entries = [
-        entry | {"pg_id": number, "collective_seq_id": 1, "profiling_name": f"gloo:{operation}"}
+        {**entry, "retired": True, "pg_id": number, "collective_seq_id": 1, "profiling_name": f"gloo:{operation}"}
         for number, operation in ((1, "all_reduce"), (2, "barrier"))
     ]
-    with (
-        mock.patch.object(module, "_recorded", lambda has_calls: {"entries": entries if has_calls else []}),
-        mock.patch.object(Trace, "_groups", return_value=[("name", "key", "0-1", 1)]),
-    ):
+    recorded = mock.patch.object(module, "_recorded", lambda has_calls: {"entries": entries if has_calls else []})
+    with recorded, mock.patch.object(Trace, "_groups", return_value=[("name", "key", "0-1", 1)]):
         assert [(call.sequence, call.operation) for call in calls_of(Trace())] == [(1, "barrier")]
 
 
@@ -110,7 +102,7 @@ def test_what_is_not_completed_is_known_with_its_thread() -> None:
 
 
 @on_ranks(2)
-def test_a_call_that_torch_has_counted_and_not_listed_yet_is_in_the_next_reading() -> None:
+def test_a_reading_is_repeated_only_if_something_has_changed_or_is_not_listed_yet() -> None:
     trace = Trace()
     idist.barrier()
     assert not outlasting(lambda: bool(trace.unfinished()))
@@ -120,13 +112,6 @@ def test_a_call_that_torch_has_counted_and_not_listed_yet_is_in_the_next_reading
         before = calls_of(trace)
     newest = max(one["collective_seq_id"] for one in listed["entries"])
     assert calls_of(trace)[-1].sequence == newest > max((one.sequence for one in before), default=0)
-
-
-@on_ranks(2)
-def test_a_reading_is_repeated_only_if_something_has_changed() -> None:
-    trace = Trace()
-    idist.barrier()
-    assert not outlasting(lambda: bool(trace.unfinished()))
     found = trace.read(time.monotonic(), is_urgent=True)
     assert trace.read(0.0) is found
     dist.all_reduce(torch.ones(1))
@@ -155,18 +140,14 @@ def test_a_library_that_torch_does_not_record_keeps_its_last_calls() -> None:
 
 
 TORCH, OURS = "/l/site-packages/torch", "/x/camshaft/distributed"
+AUTOGRAD = f"{TORCH}/autograd/graph.py"
 BARRIER, EMA = f"{TORCH}/distributed/distributed_c10d.py:1 in barrier", "/x/camshaft/handlers/ema.py:3 in _update"
 
 
 @pytest.mark.parametrize(
     ("stack", "what", "via"),
     [
-        ([f"{TORCH}/autograd/graph.py:1 in _engine_run_backward"], BACKWARD, ""),
-        (
-            ["/x/camshaft/activity.py:5 in explained", f"{TORCH}/autograd/graph.py:1 in _engine_run_backward"],
-            BACKWARD,
-            "",
-        ),
+        (["/x/camshaft/activity.py:5 in explained", f"{AUTOGRAD}:1 in _engine_run_backward"], BACKWARD, ""),
         ([BARRIER], "torch.distributed.barrier", ""),
         ([BARRIER, f"{OURS}/ranks.py:3 in _wait", f"{OURS}/ranks.py:2 in one_rank_first"], "one_rank_first", ""),
         ([f"{OURS}/collectives/api.py:2 in gather", EMA, "/x/camshaft/engine/engine.py:4 in run"], "gather", EMA[3:]),

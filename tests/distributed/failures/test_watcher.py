@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,9 @@ def test_the_watcher_works_without_descriptors_and_without_locks(missing: str, m
         monkeypatch.setattr(record.os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
     else:
         monkeypatch.setattr(record, "fcntl", None)
-    backend = StoreOnly(dist.HashStore())
-    try:
+    with closing((backend := StoreOnly(dist.HashStore())).job):
         watch(backend).board.decide({"kind": "failed", "text": "rank 1 failed", "traceback": ""})
         assert not outlasting(lambda: backend.job.verdict is None)
-    finally:
-        backend.job.close()
 
 
 def test_an_error_in_a_round_is_logged_once_and_does_not_end_the_thread(caplog: Any) -> None:
@@ -77,8 +75,7 @@ def test_an_error_in_a_round_is_logged_once_and_does_not_end_the_thread(caplog: 
 
 
 def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", leave := mock.Mock())
     backend = StoreOnly(dist.HashStore())
     watcher = Watcher(backend, None, agent=os.getppid())  # without a thread
     watcher.look(0.0)
@@ -88,12 +85,11 @@ def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch: p
     assert backend.job.verdict is None
     watcher.look(2.0)
     assert backend.job.verdict is not None
-    pattern = r"torchrun \(process \d+\), which had started rank 0, was killed"
-    assert re.fullmatch(pattern, str(backend.job.verdict()))
+    assert re.match(r"torchrun \(process \d+\), which had started rank 0, was killed", str(backend.job.verdict()))
     watcher.look(30.9)
-    assert codes == []
+    assert not leave.called
     watcher.look(31.0)
-    assert codes == [1]
+    leave.assert_called_once_with(1)
 
 
 def test_the_last_rank_of_a_job_removes_the_files_of_those_that_were_killed_after_they_had_left(tmp_path: Path) -> None:
@@ -115,18 +111,22 @@ def test_the_last_rank_of_a_job_removes_the_files_of_those_that_were_killed_afte
 @on_ranks(2)
 def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause(how: str) -> None:
     """It is reported once, and an engine ends, too, that calls no collective."""
-    error, texts = ValueError("no data"), logged("camshaft")
+    error, texts = ValueError("no data\n" + "x" * 1000), logged("camshaft")
     await_watchers()
     if idist.get_rank() == 1:
         assert own_watcher().fail(error) is error
         return
     engine = Engine(lambda engine, batch: time.sleep(0.01))
-    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data") as caught:
+    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data xxx") as caught:
         idist.all_reduce(1) if how == "collectives" else engine.run(range(10**9))
+    assert str(caught.value).count("x") < 400
     assert "ValueError: no data" in str(caught.value.__cause__)
     assert texts == []
     with pytest.raises(RankFailedError, match="rank 1 failed first"):  # and so does every later one
         idist.barrier()
+    other = ValueError("of its own")
+    assert own_watcher().fail(other) is other
+    assert own_watcher()._failure is None  # only the first one is published
 
 
 @needs_recorder
@@ -201,7 +201,7 @@ def test_a_long_wait_is_reported_once_with_what_the_other_rank_does() -> None:
     assert re.search(r"rank 1 is at .*test_watcher.py:\d+ in ", text)
 
 
-def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_is_late() -> None:
+def test_a_hang_is_reported_once_both_ranks_have_waited_for_long_by_the_first_rank_whose_watcher_runs() -> None:
     hangs, texts, counts = module._Hangs(0, 60.0), logged(), []
     for now, missing in ((91, False), (149, True), (150.5, False), (208, False), (211, False), (221, False)):
         other = {"begun": {"0": 4}} if missing else waiting("0", 5, "barrier", "0-1")
@@ -209,10 +209,7 @@ def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_
         hangs.report(local, local, now)
         counts.append(len(texts))
     assert counts == [0, 0, 0, 0, 1, 1]
-
-
-def test_a_rank_whose_watcher_does_not_run_leaves_the_report_to_the_next_one() -> None:
-    hangs, texts = module._Hangs(1, 60.0), logged()
+    hangs, texts[:] = module._Hangs(1, 60.0), []
     stopped = snapshot(0, **{**waiting("0", 4, "barrier", "0-1"), "time": 92.0})
     ranks = {0: stopped, 1: snapshot(1, **waiting("0", 5, "barrier", "0-1"))}
     hangs.report(ranks, ranks, 95)
@@ -245,10 +242,6 @@ def test_what_one_rank_has_sent_in_code_for_it_alone_is_named_with_the_divergenc
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def lookup() -> None:
-    raise RuntimeError("no samples left in the buffer: connection closed by peer, nccl timed out")
-
-
 @on_ranks(2)
 def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() -> None:
     await_watchers()
@@ -260,10 +253,13 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
     then = time.monotonic()
     assert not outlasting(lambda: watcher._observer._last[0] < then)  # it has seen that no call was running
     errors: list[BaseException] = []
+
+    def look_up() -> None:
+        raise RuntimeError("no samples left in the buffer: connection closed by peer, nccl timed out")
+
     for fail in (
-        lookup,
+        look_up,
         lambda: torch.ones(2) @ torch.ones(3),
-        lambda: torch.ones(1).backward(),
         lambda: dist.HashStore().wait(["nothing"], timedelta(milliseconds=1)),
         lambda: dist.broadcast(torch.ones(1), 7),
     ):
@@ -273,7 +269,7 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
             errors.append(error)
     with mock.patch.object(watcher._has_verdict, "wait", side_effect=AssertionError):
         assert [watcher.translate(error) for error in errors] == errors
-    assert len(errors) == 5
+    assert len(errors) == 4
     assert job.current().job.verdict is None
 
 
@@ -289,18 +285,6 @@ def test_a_message_that_cannot_even_be_sent_names_the_rank_that_has_left() -> No
     with pytest.raises(RankFailedError, match="rank 1 has left the run without an error"):
         while True:  # the connection is closed a moment later
             idist.send(1, 1)
-
-
-@on_ranks(2)
-def test_a_verdict_does_not_replace_an_error_of_the_user() -> None:
-    await_watchers()
-    if idist.get_rank() == 1:
-        own_watcher().fail(LookupError("first"))
-        return
-    assert not outlasting(lambda: job.current().job.verdict is None)
-    other = ValueError("of its own")
-    assert own_watcher().fail(other) is other
-    assert own_watcher()._failure is None  # only the first one is published
 
 
 # --- many nodes ------------------------------------------------------------------------------------------------------
@@ -321,12 +305,12 @@ def be_on_a_node_of_its_own() -> None:
     assert job.current().topology.local_world_size == 1
 
 
-@pytest.mark.parametrize("how", ["failed first: ValueError: no data", "has left the run without an error", "barrier"])
+@pytest.mark.parametrize("how", ["failed first: ValueError: no data", "barrier"])
 @on_ranks(3)
 def test_ranks_of_other_nodes_learn_what_one_does_through_the_store(how: str) -> None:
     be_on_a_node_of_its_own()
     if idist.get_rank() == 1 and how != "barrier":
-        own_watcher().fail(ValueError("no data")) if "failed" in how else job.finalize()
+        own_watcher().fail(ValueError("no data"))
         return
     with pytest.raises((RankFailedError, RankDivergenceError), match=f"rank 1 +{how}"):
         idist.barrier() if idist.get_rank() == 1 else idist.all_reduce(1)

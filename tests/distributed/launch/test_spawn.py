@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import weakref
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +35,6 @@ from camshaft.distributed.failures import watcher
 from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
-from tests.distributed.launch.test_parallel import IMPOSSIBLE_NODES
 from tests.distributed.observed import batch, torchrun
 from tests.guards import children, is_running
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
@@ -58,8 +56,7 @@ def tell(local_rank, folder, **more):
         "place": [idist.get_rank(), idist.get_local_rank(), idist.get_world_size()],
         "nodes": [idist.get_node_rank(), idist.get_nnodes(), idist.get_nproc_per_node()],
         "variables": {name: os.environ.get(name) for name in VARIABLES},
-        "backend": [idist.backend(), idist.device().type],
-        "threads": torch.get_num_threads(),
+        "backend": idist.backend(),
     }
     Path(folder, str(idist.get_rank())).write_text(json.dumps(told))
 
@@ -71,8 +68,9 @@ def told_in(folder):
     return [json.loads((folder / name).read_text()) for name in sorted(os.listdir(folder))]
 
 
-def begin_anew(local_rank):
+def tell_and_begin_anew(local_rank, folder, **more):
     """What else reads the environment finds the others too."""
+    tell(local_rank, folder, **more)
     size = idist.get_world_size()
     idist.finalize()
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -117,37 +115,18 @@ def raise_it(error):
 
 HOW = {
     "raises": lambda: raise_it(StubbornError(3)),
-    "is interrupted": lambda: raise_it(KeyboardInterrupt()),
     "exits": lambda: sys.exit(3),
-    "exits with a text": lambda: sys.exit("no data"),
-    "exits with a code that becomes 0": lambda: sys.exit(256),
     "exits at once": lambda: os._exit(5),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
 
-def leave(local_rank, how, what):
-    """Let the second process leave in some way while the first waits for it."""
-    be_patient()
-    LEAVE[how]() if local_rank == 1 else WAIT[what]()
-
-
-LEAVE = {"returns": lambda: None, "finalizes": idist.finalize, "exits at once": lambda: os._exit(0)}
-WAIT = {
-    "collective": lambda: idist.all_reduce(1),
-    "torch": lambda: dist.all_reduce(torch.ones(1)),
-    "recv": lambda: idist.recv(1),
-}
-
-
-def note_what_the_others_learn(local_rank, folder):
+def leave(local_rank):
+    """Let the second process end while the first waits for it."""
     be_patient()
     if local_rank == 1:
-        raise ValueError("no data\n" + "x" * 1000)
-    try:
-        idist.barrier()
-    finally:
-        Path(folder, "learnt").write_text(traceback.format_exc())
+        os._exit(0)
+    idist.all_reduce(1)
 
 
 def exit_well(local_rank):
@@ -186,36 +165,27 @@ def patience(monkeypatch):
 
 
 def test_processes_know_their_place_and_what_they_were_given(tmp_path):
-    assert start("gloo", tell, (str(tmp_path),), {"epochs": 3}, nproc_per_node=2) is None
+    assert start("gloo", tell_and_begin_anew, (str(tmp_path),), {"epochs": 3}, nproc_per_node=2) is None
     for rank, told in enumerate(told_in(tmp_path)):
-        assert told["given"] == [rank, {"epochs": 3}]
-        assert told["sum"] == 1
-        assert told["place"] == [rank, rank, 2]
-        assert told["nodes"] == [0, 1, 2]
+        assert (told["given"], told["sum"]) == ([rank, {"epochs": 3}], 1)
+        assert (told["place"], told["nodes"]) == ([rank, rank, 2], [0, 1, 2])
         assert list(told["variables"].values()) == [str(rank), str(rank), "2", "2", "0", "1"]
-        assert told["backend"][0] == "gloo"
+        assert told["backend"] == "gloo"
     assert idist.backend() is None
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("meeting", ["address", "file", "tcp"])
+@pytest.mark.parametrize("meeting", ["address", "file"])
 def test_two_nodes_on_one_host_find_each_other(tmp_path, meeting):
-    where = {
-        "address": {"master_addr": "127.0.0.1", "master_port": str(free_port())},
-        "file": {"init_method": f"file://{tmp_path}/meeting"},
-        "tcp": {"init_method": f"tcp://localhost:{free_port()}"},
-    }[meeting]
+    at_address = {"master_addr": "127.0.0.1", "master_port": str(free_port())}
+    where = at_address if meeting == "address" else {"init_method": f"file://{tmp_path}/meeting"}
     told_at = tmp_path / "told"
     told_at.mkdir()
-    nodes = [
-        start("gloo", tell, (str(told_at),), nproc_per_node=2, nnodes=2, node_rank=node, join=False, **where)
-        for node in (0, 1)
-    ]
+    options = {"nproc_per_node": 2, "nnodes": 2, "join": False, **where}
+    nodes = [start("gloo", tell, (str(told_at),), node_rank=node, **options) for node in (0, 1)]
     assert [node.join() for node in nodes] == [True, True]
     for rank, told in enumerate(told_in(told_at)):
-        assert told["place"] == [rank, rank % 2, 4]
-        assert told["nodes"] == [rank // 2, 2, 2]
-        assert told["sum"] == 6
+        assert (told["place"], told["nodes"], told["sum"]) == ([rank, rank % 2, 4], [rank // 2, 2, 2], 6)
 
 
 def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path):
@@ -227,55 +197,9 @@ def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path)
         assert [told["sum"] for told in told_in(tmp_path / run)] == [1, 1]
 
 
-def test_processes_may_begin_anew_with_what_the_environment_says():
-    start("gloo", begin_anew, (), nproc_per_node=2)
-
-
 def test_debug_mode_reaches_the_processes():
     with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
-
-
-class Started:
-    """Stands for a process that has ended; keeps its arguments."""
-
-    exitcode = sentinel = pid = 0
-
-    def __init__(self, target, args, daemon):
-        self.arguments = args
-
-    def start(self, *args):
-        """It has ended."""
-
-    terminate = join = kill = start
-
-
-@pytest.mark.parametrize(
-    ("cores", "variables", "threads"),
-    [(8, {}, 2), (6, {}, 1), (2, {}, 1), (8, {"OMP_NUM_THREADS": "3"}, None), (8, {"MKL_NUM_THREADS": "3"}, None)],
-)
-def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monkeypatch, cores, variables, threads):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Started))
-    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False)
-    assert [process.arguments[1] for process in processes.processes] == [threads] * 4
-    processes.join()
-
-
-def tell_share(local_rank, folder):
-    Path(folder, str(local_rank)).write_text(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()}")
-
-
-def test_processes_compute_with_their_share_and_so_does_what_they_import_or_start(monkeypatch, tmp_path):
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    # not the server of the tests, which may have one thread already
-    idist.spawn("gloo", tell_share, (str(tmp_path),), nproc_per_node=2, start_method="spawn", timeout=TIMEOUT)
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == [f"{share} {share}"] * 2
 
 
 def test_join_waits_as_long_as_it_is_told(tmp_path):
@@ -349,13 +273,11 @@ def tell_threads_and(local_rank, folder):
     Path(folder, "told").write_text(f"{os.environ.get('CAMSHAFT_TOLD')} {torch.get_num_threads()}")
 
 
-@pytest.mark.parametrize(("told", "threads"), [("first", "1"), (None, "3")])
-def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_path, told, threads):
-    if told is not None:
-        monkeypatch.setenv("CAMSHAFT_TOLD", told)
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_path):
+    monkeypatch.setenv("CAMSHAFT_TOLD", "first")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     start("gloo", tell_threads_and, (str(tmp_path),))
-    assert (tmp_path / "told").read_text() == f"{told} {threads}"
+    assert (tmp_path / "told").read_text() == "first 3"
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -365,10 +287,7 @@ def test_a_process_of_a_server_has_the_environment_of_the_call(monkeypatch, tmp_
     ("how", "code", "text"),
     [
         ("raises", None, r"process 1 failed:\nTraceback(.|\n)*StubbornError: beginningxxxend"),
-        ("is interrupted", None, r"process 1 failed:\nTraceback(.|\n)*KeyboardInterrupt"),
         ("exits", 3, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
-        ("exits with a text", 1, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
-        ("exits with a code that becomes 0", 256, "process 1 exited with code 256"),
         ("exits at once", 5, "process 1 exited with code 5 without reporting an exception"),
         ("is killed", -9, "process 1 was terminated by SIGKILL"),
     ],
@@ -384,91 +303,57 @@ def test_the_first_failure_is_told_each_time_and_all_processes_end(how, code, te
         assert getattr(caught.value, "exit_code", None) == code
 
 
-def fail_when_told(local_rank, folder):
-    """Fail once a file exists, with the errors in another file."""
-    with Path(folder, "errors").open("w") as errors:
-        os.dup2(errors.fileno(), 2)
-    wait_until(Path(folder, "go").exists)
-    raise ValueError("no data")
-
-
-def test_a_failure_that_cannot_be_written_is_printed(tmp_path):
-    processes = start("gloo", fail_when_told, (str(tmp_path),), join=False)
-    shutil.rmtree(processes.folder.name)
-    (tmp_path / "go").touch()
-    message = "process 0 exited with code 1 without reporting an exception: check its standard error"
-    with pytest.raises(ProcessExitedException, match=message):
-        processes.join()
-    errors = (tmp_path / "errors").read_text()
-    assert "process 0 failed, and could not report it to the process that started it: " in errors
-    assert "Traceback" in errors
-    assert "ValueError: no data" in errors
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), None, "process 1 failed:\n(.|\n)*KeyboardInterrupt"),
+        (SystemExit("no data"), 1, "process 1 exited with code 1:\n(.|\n)*SystemExit: no data"),
+        (SystemExit(256), 256, "process 1 exited with code 256:"),  # which the system makes 0
+    ],
+)
+def test_whatever_a_process_raises_is_reported_or_if_it_cannot_be_written_printed(tmp_path, capsys, error, code, text):
+    work.Failure.of(error, 1, 0.0).save(str(tmp_path))
+    (failure,) = work.Failure.all_in(str(tmp_path))
+    assert failure.code == code
+    assert re.search(text, str(failure.exception()))
+    failure.save(str(tmp_path / "gone"))
+    message = "process 1 failed, and could not report it to the process that started it: "
+    assert re.match(rf"{message}.*\n{re.escape(failure.text)}$", capsys.readouterr().err)
 
 
 def test_to_exit_well_is_no_failure():
     start("gloo", exit_well, (), nproc_per_node=2)
 
 
-LEFT = "RankFailedError: rank 1 has left the run without an error; (it had called no collective of camshaft; )?rank 0"
-
-
-@pytest.mark.parametrize(
-    ("how", "what", "text"),
-    [
-        ("returns", "collective", f"{LEFT} waits for it in all_reduce at .*test_spawn.py:\\d+ in <lambda>"),
-        ("finalizes", "torch", f"line \\d+, in leave(.|\\n)*{LEFT}"),
-        ("finalizes", "recv", f"{LEFT}(.|\\n)*in recv on rank 0, from rank 1, tag 0"),
-        (
-            "exits at once",
-            "collective",
-            "(has ended with exit code 0|process was killed or crashed)(.|\n)*process 1 had exited with code 0 before",
-        ),
-    ],
-)
 @pytest.mark.usefixtures("patience")
-def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text):
+def test_a_process_that_ends_without_an_error_while_others_wait_for_it_is_named():
+    """Other ends are in tests/faults."""
+    text = "(has ended with exit code 0|process was killed or crashed)(.|\n)*process 1 had exited with code 0 before"
     with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
-        start("gloo", leave, (how, what), nproc_per_node=2)
+        start("gloo", leave, (), nproc_per_node=2)
 
 
 def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_first_one():
-    reports = []
-
-    def load():
-        raise EOFError
-
-    def report(failure):
-        reports.append(failure)
-        if len(reports) == 1:
-            raise RuntimeError("DataLoader worker is killed")  # as torch's handler of SIGCHLD does, at any moment
-
+    killed = RuntimeError("DataLoader worker is killed")  # torch's handler of SIGCHLD raises it, at any moment
+    report = mock.Mock(side_effect=[killed, None])
     with pytest.raises(RuntimeError, match="worker is killed"):
-        work.run(0, load, None, report)
-    assert "EOFError" in reports[-1].text
-    assert "worker is killed" in reports[-1].text
+        work.run(0, mock.Mock(side_effect=EOFError), None, report)
+    assert "EOFError" in report.call_args.args[0].text
+    assert "worker is killed" in report.call_args.args[0].text
 
 
 @pytest.mark.parametrize("is_consequence", [False, True])
 def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequence):
-    learnt, reports, other = [], [], RankFailedError("rank 1 failed first")
+    learnt, reports = [], []
 
     def publish(error, backend):
         learnt.append(time.monotonic())
-        return other if is_consequence else error
+        return RankFailedError("rank 1 failed first") if is_consequence else error
 
     monkeypatch.setattr(work.failures, "publish", publish)
     with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
         work.run(0, lambda: 1 / 0, None, reports.append)
     assert (reports[0].when > learnt[0]) == is_consequence
-
-
-@pytest.mark.usefixtures("patience")
-def test_the_others_learn_what_a_process_failed_with(tmp_path):
-    with pytest.raises(ProcessRaisedException, match="process 1 failed"):
-        start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
-    (line,) = re.findall("RankFailedError: (.*)", (tmp_path / "learnt").read_text())
-    assert line.startswith("rank 1 failed first: ValueError: no data xxx")
-    assert len(line) < 400
 
 
 def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):
@@ -485,11 +370,11 @@ def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypa
         ({"backend": "unknown"}, ValueError, "backend must be one of"),
         ({"fn": "print"}, TypeError, "fn must be callable, got 'print'"),
         ({"args": 3}, TypeError, "args must be a tuple, got 3"),
-        ({"args": "ab"}, TypeError, "args must be a tuple, got 'ab'"),
         ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] are computed from nproc_per_node"),
         ({"time_out": 3}, TypeError, r"backend 'gloo' got unknown options \['time_out'\]"),
         ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
-        *((arguments, ValueError, message) for arguments, message in IMPOSSIBLE_NODES),
+        ({"nproc_per_node": 0}, ValueError, "nproc_per_node"),
+        ({"nnodes": 2}, ValueError, "node_rank must be given"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(arguments, error, message):
@@ -507,12 +392,11 @@ def test_a_backend_without_its_devices_is_refused_before_anything_is_started(mon
         launch._spawn("nccl", (print, (), {}), 2)
 
 
-@pytest.mark.parametrize("given", [(lambda rank: rank, ()), (print, (lambda: 1,))])
-def test_what_cannot_be_pickled_is_told_and_nothing_is_left(given):
-    fn, args = given
-    with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
-        start("gloo", fn, args, nproc_per_node=2)
-    assert launch._running == set()
+def test_what_cannot_be_pickled_is_told_and_nothing_is_left():
+    for fn, args in ((lambda rank: rank, ()), (print, (lambda: 1,))):
+        with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
+            start("gloo", fn, args, nproc_per_node=2)
+        assert launch._running == set()
 
 
 def test_a_process_that_cannot_be_started_ends_those_that_were(monkeypatch, tmp_path):
@@ -589,19 +473,14 @@ def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
     notebook.start()
     theirs.close()
     try:
-        assert received_by(outcomes) is None
-        for _ in range(2):
-            assert "ValueError: no data" in received_by(outcomes)
-            assert received_by(outcomes) is None
+        for error in (None, *2 * ("ValueError: no data", None)):
+            assert outcomes.poll(HANG), "it hangs"
+            found = outcomes.recv()
+            assert found is None if error is None else error in found
     finally:
         notebook.kill()
         notebook.join()
         outcomes.close()
-
-
-def received_by(connection):
-    assert connection.poll(HANG), "it hangs"
-    return connection.recv()
 
 
 @pytest.mark.usefixtures("patience")
@@ -629,25 +508,15 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 # --- the end of the one who started them -------------------------------------------------------------------------
 
 
-def tell_when_joining(folder):
-    """Create a file once this process waits for others, where an interrupt is expected."""
-    collect = launch.Processes._collect
-
-    def tell_and_collect(*args):
-        Path(folder, "joining").touch()
-        collect(*args)
-
-    launch.Processes._collect = tell_and_collect
-
-
 def be_a_parent(folder, how):
-    """Start processes that hang, and write down how that ends."""
+    """Start processes that hang, tell when an interrupt is expected, and write down how that ends."""
     work.GRACE = 1.0  # those that are forked take it over
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
     Path(folder, "bystander").write_text(str(bystander.pid))
-    tell_when_joining(folder)
+    collect = launch.Processes._collect
+    launch.Processes._collect = lambda *args: (Path(folder, "joining").touch(), collect(*args))
     try:
         processes.join()
     except BaseException:
@@ -656,13 +525,7 @@ def be_a_parent(folder, how):
 
 
 @pytest.mark.parametrize(
-    ("number", "how"),
-    [
-        (signal.SIGTERM, "in a collective"),
-        (signal.SIGKILL, "in a collective"),
-        (signal.SIGKILL, "deaf"),
-        (signal.SIGINT, "deaf"),
-    ],
+    ("number", "how"), [(signal.SIGTERM, "in a collective"), (signal.SIGKILL, "deaf"), (signal.SIGINT, "deaf")]
 )
 def test_no_process_outlives_the_one_that_started_it(tmp_path, number, how):
     parent = context.Process(target=be_a_parent, args=(str(tmp_path), how))
@@ -698,10 +561,11 @@ def end_all_in(folder, *others):
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
+import torch
 import camshaft.distributed as idist
 
 def training(local_rank, text):
-    place = idist.get_rank(), idist.get_world_size(), idist.get_nnodes()
+    place = idist.get_rank(), idist.get_world_size(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
     os.write(1, f"{idist.all_gather(text)} {place}\\n".encode())
     idist.barrier()
     if local_rank == 1:
@@ -731,22 +595,30 @@ UNDER_TORCHRUN = torchrun(3, 1, [2, 2], node=1)
 def run_script(tmp_path):
     def run(variables, *arguments, script=SCRIPT):
         (tmp_path / "script.py").write_text(script)
-        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, tmp_path / "script.py", *arguments]
-        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        return subprocess.Popen(command, env=environment(**variables), start_new_session=True, **pipes)
 
     return run
 
 
+def environment(**variables):
+    """Return the variables of a script whose processes may choose their number of threads."""
+    chosen = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {**chosen, **variables, "PYTHONPATH": str(ROOT)}
+
+
 @pytest.mark.jobs
 def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_do(run_script):
+    """They compute with their share of the cores, and so does what they import or start."""
     with run_script(IN_SLURM) as script:
         try:
             output, errors = script.communicate(timeout=HANG)
         finally:
             script.kill()
-    assert sorted(output.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    expected = [f"['hello', 'hello'] ({rank}, 2, '{share}', {share})" for rank in (0, 1)]
+    assert sorted(output.splitlines()) == expected
     assert script.returncode == 1
     assert "process 1 failed" in errors
     assert "ValueError: no data" in errors
@@ -781,9 +653,10 @@ def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_p
 @pytest.mark.jobs
 def test_a_script_that_is_piped_into_python_runs_its_function():
     script = SCRIPT.replace('raise ValueError("no data")', "pass")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True)
-    assert sorted(done.stdout.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)], done.stderr
+    options = {"env": environment(OMP_NUM_THREADS="1"), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-"], input=script, **options)
+    expected = [f"['hello', 'hello'] ({rank}, 2, '1', 1)" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
 
 
 @pytest.mark.jobs
@@ -818,6 +691,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with parallel:
         parallel.run(meet, [torch.ones(1) for _ in range(300)])
+    if sys.argv[2] != "short":
+        sys.exit()
     signal.signal(signal.SIGTERM, lambda *_: None)
     processes = idist.spawn("gloo", be_preempted, (folder,), nproc_per_node=2, join=False)
     while len(list(folder.glob("ready*"))) < 2:
@@ -838,7 +713,7 @@ if __name__ == "__main__":
 def test_what_a_fork_server_cannot_do_or_could_not_outlive_works_nevertheless(run_script, tmp_path, folder):
     """Many shared tensors, a request to end that all processes handle, a child, and a long path."""
     (tmp_path / folder).mkdir()
-    with run_script({"TMPDIR": str(tmp_path / folder)}, tmp_path, script=HEALTHY) as script:
+    with run_script({"TMPDIR": str(tmp_path / folder)}, tmp_path, folder, script=HEALTHY) as script:
         try:
             _, errors = script.communicate(timeout=HANG)
         finally:

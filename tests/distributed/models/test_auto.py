@@ -13,7 +13,7 @@ from torch.optim import SGD
 import camshaft.distributed as idist
 from camshaft.distributed.topology import Topology
 from tests.distributed.observed import see
-from tests.distributed.test_ranks import Somewhere, at_rank
+from tests.distributed.test_ranks import Somewhere
 from tests.ranks import on_ranks
 
 INPUTS = torch.linspace(-2, 2, 32).sin().view(8, 4)
@@ -100,20 +100,13 @@ def test_a_frozen_model_gets_the_weights_of_the_first_rank_whatever_their_layout
     assert model.wide.tolist() == [[0, 5]] * 3
 
 
-@on_ranks(2)
-def test_errors_of_torch_are_not_changed():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'buckets'"):
-        idist.auto_model(nn.Linear(1, 1), buckets=3)
-    with pytest.raises(RuntimeError, match="uninitialized parameters"):
-        idist.auto_model(nn.LazyLinear(1))
-
-
 @on_ranks(1)
 def test_a_run_of_one_process_wraps_nothing():
-    model = Net()
+    model, optimizer = Net(), SGD(nn.Linear(1, 1).parameters(), lr=0.5)
     assert idist.backend() == "gloo"
     assert idist.auto_model(model, sync_bn=True, find_unused_parameters=True) is model
     assert type(model.norm) is nn.BatchNorm1d
+    assert idist.auto_optim(optimizer, unknown=3) is optimizer
 
 
 # --- auto_model without ranks ------------------------------------------------------------------------------------
@@ -128,16 +121,12 @@ class OnMeta(Somewhere):
         super().__init__(Topology())
 
 
-@pytest.mark.parametrize("buffers_only", [True, False])
-def test_a_model_is_moved_with_parameters_and_buffers(buffers_only):
-    model = nn.Module() if buffers_only else nn.Linear(2, 2, device="meta")
-    model.register_buffer("table", torch.ones(2))
-    with idist.use_backend(OnMeta()):
-        assert idist.auto_model(model) is model
-    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
-
-
-def test_a_model_on_the_device_is_not_moved(monkeypatch):
+def test_a_model_is_moved_with_parameters_and_buffers_but_only_if_needed(monkeypatch):
+    for model in (nn.Module(), nn.Linear(2, 2, device="meta")):
+        model.register_buffer("table", torch.ones(2))
+        with idist.use_backend(OnMeta()):
+            assert idist.auto_model(model) is model
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
     model = Net()
     monkeypatch.setattr(model, "to", pytest.fail)
     assert idist.auto_model(model) is model
@@ -153,24 +142,7 @@ def test_without_a_context_all_gpus_are_used_and_it_is_logged(monkeypatch, caplo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn, "DataParallel", Wrapped)
     caplog.set_level(logging.INFO, logger="camshaft.distributed.auto.auto_model")
-    model = nn.Identity()
-    wrapped = idist.auto_model(model)
-    assert isinstance(wrapped, Wrapped)
-    assert wrapped.module is model
+    wrapped = idist.auto_model(model := nn.Identity())
+    assert (type(wrapped), wrapped.module) == (Wrapped, model)
     assert idist.auto_model(wrapped) is wrapped
-    assert [record.getMessage() for record in caplog.records] == ["the model is wrapped in DataParallel over 2 GPUs"]
-
-
-@pytest.mark.parametrize("thing", ["model", None, nn.Linear, SGD])
-def test_other_objects_than_models_and_optimizers_are_refused(thing):
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
-        idist.auto_model(thing)
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got"):
-        idist.auto_optim(thing)
-
-
-def test_an_optimizer_is_returned_unchanged():
-    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.5)
-    assert idist.auto_optim(optimizer) is optimizer
-    with at_rank(0):
-        assert idist.auto_optim(optimizer, unknown=3) is optimizer
+    assert caplog.messages == ["the model is wrapped in DataParallel over 2 GPUs"]
