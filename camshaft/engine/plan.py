@@ -116,7 +116,7 @@ def resume(
     """
     before, wanted = state.epoch_length, request.epoch_length
     is_given = has_given_length(state, inferred) or _is_rest(request.data, progress, before)
-    found = source_of(request.data).seek(progress.position, before, progress.done)
+    found = source_of(request.data).locate(progress.position, before, progress.done)
     if is_given or wanted != length_of(request.data):
         check_length(state, request)
     length = wanted or before

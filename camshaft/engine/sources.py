@@ -51,7 +51,7 @@ class Source:
         self.data = data
         self.is_past = self.saves_itself or isinstance(data, Iterator)
 
-    def seek(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
+    def locate(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
         """Find a position in data that now have other batches than when it was saved.
 
         Args:
@@ -111,7 +111,7 @@ class Seekable(Source):
         self._sampler = exact_batches(data)
         self._pass: dict[str, Any] = {}  # which others that read the same loader do not change
 
-    def seek(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
+    def locate(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
         """Find a position in data that now have other batches than when it was saved."""
         if position is None or "consumed" not in position:
             return None
@@ -173,9 +173,9 @@ class Skipped(Source):
         size = getattr(data, "total_batch_size", None) or getattr(data, "batch_size", None)
         self._size = size if type(size) is int and length_of(data) is None else None  # samples of all ranks
 
-    def seek(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
+    def locate(self, position: Position | None, epoch_length: int | None, done: int) -> Place | None:
         """Find a position in batches of another size; their number per epoch is not known before the first pass."""
-        super().seek(position, epoch_length, done)
+        super().locate(position, epoch_length, done)
         if position is None or position.get("size") in (None, self._size):
             return None
         return position["epoch"], self._batches_before(position), None

@@ -119,7 +119,7 @@ def test_arguments_have_the_order_and_the_defaults_that_users_know(name):
         else:
             assert callable(one.default)
     others = [one for one in parameters if one not in positional and one.name != "_update"]
-    assert all(one.kind is one.KEYWORD_ONLY and one.default is None for one in others)
+    assert all(one.kind is one.KEYWORD_ONLY and one.default in (None, False) for one in others)
 
 
 def test_the_help_of_a_trainer_describes_every_argument():
