@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
 import warnings
@@ -212,55 +211,6 @@ def test_without_scores_the_newest_are_kept_whatever_their_steps(steps, most):
     assert checkpoint.state_dict()["_saved"] == [(step, f"model_{step}.pt") for step in reversed(newest)]
     assert set(memory.files) == {f"model_{step}.pt" for step in newest}
     assert memory.journal.count(("save", f"model_{steps[-1]}.pt")) == steps.count(steps[-1])
-
-
-def best(folder, *scores, prefix="best", record=None, **options):
-    """Save with two scores, as a run does, and return the record of the handler."""
-    scores = iter(scores)
-    saver = DiskSaver(folder, require_empty=False)
-    handler = Checkpoint({"m": Part()}, saver, prefix, score_function=lambda engine: next(scores), **options)
-    if record is not None:
-        handler.load_state_dict(record)
-    for step in (1, 2):
-        handler(at(step))
-    return handler.state_dict()
-
-
-def latest(folder, num_batches, resumes=False, **options):
-    """Save after one epoch, and after another one in a resumed run."""
-    trainer = Engine(lambda engine, batch: None)
-    to_save, handler = {"trainer": trainer}, ModelCheckpoint(folder, require_empty=False, **options)
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, handler, to_save)
-    if resumes:
-        Checkpoint.resume(to_save, folder)
-    trainer.run(range(num_batches), max_epochs=2 if resumes else 1)
-
-
-def test_a_run_that_resumes_repeats_a_save_or_uses_another_name_does_not_warn_of_earlier_checkpoints(tmp_path):
-    latest(tmp_path, 4)
-    for options in ({"resumes": True}, {"filename_prefix": "second"}, {"filename_prefix": "second"}):
-        gc.collect()
-        latest(tmp_path, 4, **options)
-    assert names(tmp_path) == ["second_trainer_4.pt", "trainer_4.pt", "trainer_8.pt"]
-
-
-def test_files_that_another_handler_compares_and_prunes_are_not_reported(tmp_path):
-    first, second = (
-        Checkpoint(
-            {"m": Part()}, DiskSaver(tmp_path, require_empty=False), prefix, score_function=lambda engine: 0.5, **more
-        )
-        for prefix, more in (("best", {}), ("", {"score_name": "loss"}))
-    )
-    for handler in (first, second):
-        handler(at(1))
-    best(tmp_path, 0.25, 0.5, prefix="other")
-    best(tmp_path, 0.25, 0.5, prefix="best", n_saved=None)  # which removes nothing
-    ModelCheckpoint(tmp_path, "latest", require_empty=False)(at(3), {"m": Part()})
-    del first, second, handler
-    gc.collect()
-    again = Checkpoint({"m": Part()}, DiskSaver(tmp_path, require_empty=False), "best", lambda engine: 0.75)
-    again.reset()
-    again(at(1))
 
 
 # --- what is saved, and in which order ---------------------------------------------------------------------
@@ -532,21 +482,6 @@ def handler(folder, **options):
     return Checkpoint({"model": Part()}, DiskSaver(folder, require_empty=False), **options)
 
 
-def test_other_names_or_directories_are_fine(tmp_path):
-    checkpoints = [handler(tmp_path), handler(tmp_path, filename_prefix="b"), handler(tmp_path / "c")]
-    for step in (1, 2):
-        for checkpoint in checkpoints:
-            checkpoint(at(step))
-    assert names(tmp_path) == ["b_model_2.pt", "c", "model_2.pt"]
-
-
-def test_a_handler_may_overwrite_its_own_files(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, filename_pattern="last.pt")
-    for step in (1, 2):
-        checkpoint(at(step), {"model": Part(step)})
-    assert load(tmp_path / "last.pt") == {"value": 2}
-
-
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_new_handler_takes_over_the_files_of_an_existing_one(tmp_path, loaded):
     first = handler(tmp_path, n_saved=2)
@@ -558,15 +493,6 @@ def test_a_new_handler_takes_over_the_files_of_an_existing_one(tmp_path, loaded)
     second(at(3 if loaded else 2))
     second(at(4 if loaded else 3))
     assert names(tmp_path) == (["model_3.pt", "model_4.pt"] if loaded else ["model_1.pt", "model_2.pt", "model_3.pt"])
-
-
-def test_a_handler_that_loads_the_record_of_another_takes_over_its_files(tmp_path):
-    first, second = handler(tmp_path), handler(tmp_path)
-    first(at(1))
-    second.load_state_dict(first.state_dict())
-    second(at(1))
-    second(at(2))
-    assert names(tmp_path) == ["model_2.pt"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -147,14 +147,6 @@ def test_a_checkpoint_with_the_engine_but_not_all_objects_is_no_reason_to_start_
     assert Checkpoint.resume({"trainer": trainer, "model": part}, tmp_path).name == "checkpoint_2.pt"
 
 
-def test_a_checkpoint_of_one_object_alone(tmp_path):
-    checkpoint = Checkpoint({"model": linear(3.0)}, tmp_path)
-    checkpoint(at(1))
-    model = linear(0.0)
-    assert Checkpoint.resume({"model": model}, tmp_path).name == "model_1.pt"
-    assert weight(model) == 3.0
-
-
 def test_a_single_object_resumes_with_the_record_of_its_handler(tmp_path):
     def saving():
         engine = Engine(lambda engine, batch: None)
@@ -170,26 +162,6 @@ def test_a_single_object_resumes_with_the_record_of_its_handler(tmp_path):
     assert record.last_checkpoint == checkpoint.last_checkpoint
     with pytest.warns(UserWarning, match=r"holds \['model', 'checkpointer'\]"):
         assert Checkpoint.resume({"model": linear(0.0), "checkpointer": record}, tmp_path) is None
-
-
-def test_the_engine_and_the_record_resume(tmp_path):
-    def make():
-        engine = Engine(lambda engine, batch: None)
-        checkpoint = Checkpoint(
-            {"trainer": engine}, DiskSaver(tmp_path, require_empty=False), n_saved=2, include_self=True
-        )
-        checkpoint.to_save["model"] = model
-        engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
-        return engine, checkpoint, {"trainer": engine, "model": model, "checkpointer": checkpoint}
-
-    model = linear(1.0)
-    engine, _, _ = make()
-    engine.run(range(3), max_epochs=3)
-    engine, _, everything = make()
-    assert Checkpoint.resume(everything, tmp_path).name == file_of(9)
-    assert engine.state.epoch == 3
-    engine.run(range(3), max_epochs=5)
-    assert names(tmp_path) == [file_of(12), file_of(15)]  # those of the first run were pruned
 
 
 # --- the latest of a handler ---------------------------------------------------------
