@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -45,11 +46,13 @@ def visited(function: Callable[[], Any]) -> tuple[set[tuple[str, str]], set[str]
             functions.add((code.co_filename, code.co_qualname if sys.version_info >= (3, 11) else code.co_name))
 
     before = sys.getprofile()
+    gc.disable()  # a collection would call what cleans up after other tests
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return functions, {file for file, _ in functions}
 
 
