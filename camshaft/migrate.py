@@ -268,6 +268,8 @@ class _Migration(cst.CSTVisitor):
         path = ".".join(["ignite", *(one.attr.value for one in chain[1:])])
         names = self.get_metadata(metadata.QualifiedNameProvider, whole, ())
         origin = self._origin(whole)
+        if not names and self._origin(chain[0]) == "ignite":  # LibCST names no attribute that an import below it binds
+            origin = path
         if origin.endswith("ignite.__version__"):
             self._note(whole, _VERSION, "imports")
         if origin != path:

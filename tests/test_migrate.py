@@ -79,6 +79,7 @@ MOVES = [
     ("def f():\n  import ignite, ignite.engine\n  ignite.metrics\ndef g():\n  import ignite\n  ignite.engine",
      "def f():\n  import camshaft, ignite, ignite.engine\n  ignite.metrics\n"
      "def g():\n  import camshaft, ignite\n  camshaft.engine"),
+    ("import ignite\nignite.engine\nimport ignite.engine", "import camshaft\ncamshaft.engine\nimport camshaft.engine"),
     ("import ignite\ndef f(ignite):\n  ignite.metrics\nignite.engine",
      "import camshaft\ndef f(ignite):\n  ignite.metrics\ncamshaft.engine"),
     # what stays
