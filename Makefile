@@ -103,6 +103,7 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
 	@$(ENVIRONMENT) bench python benchmarks/sampler.py
 	@$(ENVIRONMENT) bench python benchmarks/handlers.py
+	@$(ENVIRONMENT) bench python benchmarks/compiled.py
 	@$(ENVIRONMENT) bench python benchmarks/watching.py
 	@$(ENVIRONMENT) bench python benchmarks/checkpoint.py
 	@$(ENVIRONMENT) bench python benchmarks/sharded.py
