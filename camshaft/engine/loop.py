@@ -18,8 +18,10 @@
 Stop requests take effect after each of these events except the last: ``TERMINATE`` or ``TERMINATE_SINGLE_EPOCH`` fires
 on the way out of the run or the epoch, ``INTERRUPT`` before a pause. The run is a generator; a pause is a ``yield``.
 
-An exception in an iteration that handlers of ``EXCEPTION_RAISED`` swallow leaves out the rest of the epoch, as in
-PyTorch-Ignite; anywhere else, and for a ``KeyboardInterrupt`` everywhere, it ends the run.
+A target in iterations that is reached inside an epoch terminates the run, too. An exception in an iteration that
+handlers of ``EXCEPTION_RAISED`` swallow leaves out the rest of the epoch, as in PyTorch-Ignite, and the next epoch
+reads on in the same pass. Anywhere else, and for a ``KeyboardInterrupt`` everywhere, the run ends without
+``COMPLETED``.
 """
 
 from __future__ import annotations
@@ -121,6 +123,7 @@ class Run:
         self.is_accumulating = self.in_epoch = self.is_active = self.is_leaving = False
         self._has_epochs = False
         self._failed = self._warned = False
+        self._swallowed_at: int | None = None  # the iteration after which handlers swallowed an error
         for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
             engine._dispatcher.plans[
                 event
@@ -142,6 +145,7 @@ class Run:
                     yield
                 while not is_done(engine.state):
                     iteration, epoch_began, is_cut = engine.state.iteration, perf_counter(), False
+                    swallowed_at = self._swallowed_at
                     self._begin_epoch()
                     try:
                         self._fire(Events.EPOCH_STARTED)
@@ -172,7 +176,10 @@ class Run:
                         pending.pop(Pending.STOP_EPOCH, None)  # too late for this epoch, and not meant for the next
                     if pending and self._act_on_pending():
                         yield
-                    if not is_cut and engine.state.iteration == iteration and engine.state.max_epochs is None:
+                    has_stalled = not is_cut and engine.state.iteration == iteration
+                    if self._swallowed_at == iteration and swallowed_at != iteration:
+                        has_stalled = False  # an error before the first iteration of this epoch, perhaps the only one
+                    if has_stalled and engine.state.max_epochs is None:
                         self._warn_that_data_ran_out()  # the target in iterations cannot be reached any more
                         break
             except StopRun:
@@ -180,7 +187,8 @@ class Run:
             if is_terminated:
                 self.is_leaving = True
                 length = engine.state.epoch_length
-                if not is_done(engine.state, self.in_epoch and (length is None or self.completed < length)):
+                is_inside = self.in_epoch and (length is None or self.completed < length)
+                if not is_done(engine.state, is_inside):
                     activity.left_early(engine, engine._terminated_by)
                 self._fire(Events.TERMINATE)
                 self._do_what_is_due()
@@ -201,8 +209,10 @@ class Run:
         self.is_leaving = True
         self.engine._pending.pop(Pending.DUE, None)  # the step that it waited for does not end
         leaving = report(self.engine, error)
-        if leaving is None and self.in_epoch and self.fetched > self.begun:  # no iteration has counted this batch
-            self.passes.lose()
+        if leaving is None:
+            self._swallowed_at = self.engine.state.iteration
+            if self.in_epoch and self.fetched > self.begun:  # no iteration has counted this batch
+                self.passes.lose()
         return leaving
 
     def _begin_epoch(self) -> None:

@@ -322,7 +322,18 @@ def test_data_that_always_fail_cannot_keep_a_run_by_iterations_going():
     errors = catch(engine)
     with pytest.warns(UserWarning, match="ran out"):
         engine.run(Failing(), max_iters=5, epoch_length=2)
+    assert len(errors) == 2
+
+
+@pytest.mark.parametrize("event", [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.EPOCH_STARTED])
+@pytest.mark.parametrize("firing", [1, 3, 4])
+def test_one_error_before_an_iteration_ends_no_run_by_iterations_that_handlers_swallow(event, firing):
+    engine, _ = traced()
+    errors = catch(engine)
+    at(engine, event, raising(KeyError("no")), firing)
+    engine.run([1, 2], max_iters=9)
     assert len(errors) == 1
+    assert engine.state.iteration == (9 if event is not Events.EPOCH_STARTED else 2 * firing - 2)
 
 
 # === Runs after an error ===

@@ -28,8 +28,8 @@ from camshaft.files import (
     remove_leftovers,
     write_atomically,
 )
+from camshaft.handlers.checkpoint.chunks import Chunk, owners
 from camshaft.handlers.checkpoint.manifest import SHARD, Entry, Manifest, checksum_of_entry, names_in
-from camshaft.handlers.checkpoint.shards import Chunk, owners
 from camshaft.types import PathLike
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.arguments import check_is_no_class, check_type, described
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.dtensors import any_dtensor, is_dtensor
-from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
+from camshaft.handlers.checkpoint.chunks import Chunk, Chunks, like, own_chunk
 from camshaft.text import counted
 
 _RANKS = "ranks"  # the key of the state of an engine that holds what is different on each rank
