@@ -38,6 +38,7 @@ class Compiler:
         self._options = dict(requested) if isinstance(requested, Mapping) else {}
         self._with_optimizer = requested != "model"
         self._epochs = 0  # of the run
+        self._began = 0  # when the epoch did
         self._has_warned = False
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,18 +62,19 @@ class Compiler:
 
         The wrappers communicate in Python code around these parts.
         """
-        if not isinstance(model, torch.nn.Module) or not is_wrapped(model):
-            return False
-        sharded = [one for one in model.modules() if is_fully_sharded(one)]
-        blocks = [one for one in sharded if not any(other in sharded for other in list(one.modules())[1:])]
-        for part in blocks or [getattr(model, "module", model)]:
+        modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+        blocks = [one for one in modules if is_fully_sharded(one) and sum(map(is_fully_sharded, one.modules())) == 1]
+        parts: list[Any] = blocks or [one.module for one in modules if hasattr(one, "module") and is_wrapped(one)]
+        for part in parts:
             part.compile(**self._options)
-        return True
+        return bool(parts)
 
     def step_of(self, optimizer: Any) -> Callable[[], None] | None:
         """Return a compiled step of an optimizer, or ``None`` if its own step is to be used."""
-        if not self._with_optimizer or hasattr(optimizer, "synchronize") or not hasattr(optimizer, "param_groups"):
-            return None  # an optimizer of Horovod communicates in its step
+        # that of Horovod and ZeroRedundancyOptimizer, respectively
+        communicates = hasattr(optimizer, "synchronize") or hasattr(optimizer, "consolidate_state_dict")
+        if not self._with_optimizer or communicates or not isinstance(optimizer, torch.optim.Optimizer):
+            return None
         if any_dtensor(parameter for group in optimizer.param_groups for parameter in group["params"]):
             return None
         return CompiledStep(optimizer, self.function)
@@ -130,8 +132,9 @@ class CompiledStep:
         for place, group in enumerate(self._optimizer.param_groups):
             rate = group.get("lr")
             if rate is not None and not isinstance(rate, Tensor):  # at first, or if the user or a schedule has set it
-                kept = self._rates.setdefault(place, torch.tensor(0.0, dtype=torch.float64))
-                group["lr"] = kept.fill_(rate)
+                if place not in self._rates:
+                    self._rates[place] = torch.tensor(0.0, dtype=torch.float64)
+                group["lr"] = self._rates[place].fill_(rate)
         self._step()
 
 

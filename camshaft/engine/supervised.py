@@ -145,7 +145,8 @@ def supervised_training_step(
     True
     """
     compiler = None if compile is False else Compiler(compile)
-    update = _update(optimizer, clip_grad_norm, clip_grad_value)
+    compiled = {} if compiler is None else {"step": compiler.step_of(optimizer)}
+    update = _update(optimizer, clip_grad_norm, clip_grad_value, **compiled)
     _check_parts(model, prepare_batch, model_transform, output_transform, "(x, y, y_pred, loss)")
     check_takes("loss_fn", loss_fn, "(y_pred, y)")
     for name, part in (("optimizer", optimizer), ("loss_fn", loss_fn)):
@@ -157,7 +158,6 @@ def supervised_training_step(
     batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=True)
     is_compiled_inside = False
     if compiler is not None:
-        update.step_with(compiler.step_of(optimizer))
         is_compiled_inside = compiler.inside(model)
         loss_fn = compiler.function(loss_fn) if is_compiled_inside else loss_fn
     context, is_plain = update.context, update.is_plain
@@ -246,11 +246,13 @@ def supervised_training_step_amp(
 def supervised_training_step_apex(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Step:
     """Return a step for a model and an optimizer that were prepared by ``apex.amp.initialize``.
 
-    The arguments are those of :func:`create_supervised_trainer`.
+    The arguments are those of :func:`create_supervised_trainer`, except for ``compile``.
 
     Raises:
         ModuleNotFoundError: apex is not installed.
+        ValueError: ``compile`` is not ``False``.
     """
+    _check_is_not_compiled("apex", kwargs)
     amp = _import_for("supervised_training_step_apex", "apex.amp", "see NVIDIA/apex for how to build it")
 
     def backward(loss: Tensor) -> None:
@@ -264,11 +266,13 @@ def supervised_training_step_apex(model: Any, optimizer: Any, *args: Any, **kwar
 def supervised_training_step_tpu(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Step:
     """Return a step that trains on XLA devices.
 
-    The arguments are those of :func:`create_supervised_trainer`.
+    The arguments are those of :func:`create_supervised_trainer`, except for ``compile``.
 
     Raises:
         ModuleNotFoundError: torch_xla is not installed.
+        ValueError: ``compile`` is not ``False``.
     """
+    _check_is_not_compiled("XLA", kwargs)
     xla_model = _import_for("supervised_training_step_tpu", "torch_xla.core.xla_model", "pip install torch_xla")
 
     def step() -> None:
@@ -399,7 +403,7 @@ def create_supervised_trainer(
             function, and the step of the optimizer, whose learning rates become tensors. ``"model"`` leaves the
             optimizer as it is; a mapping has options of ``torch.compile``. Models that are wrapped or sharded are
             compiled in place, inside of their wrappers, and sharded ones per block. The optimizer is not compiled with
-            a scaler, for DTensors, and on Horovod. State dicts have the same keys as without.
+            a scaler, for DTensors, or if its step communicates. State dicts are the same as without.
 
     Raises:
         ValueError: the arguments contradict each other, a number is out of range, or the optimizer was created before
@@ -415,10 +419,6 @@ def create_supervised_trainer(
     3
     """
     mode = _mode(device, amp_mode, scaler, amp_dtype)
-    if compile is not False and mode in ("apex", "xla"):
-        raise ValueError(
-            f"compile must be False with {'amp_mode=' if mode == 'apex' else 'device='}{mode!r}, got {compile!r}"
-        )
     builders: Mapping[str | None, Callable[..., Step]] = {
         None: supervised_training_step,
         "amp": supervised_training_step_amp,
@@ -514,6 +514,11 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtyp
     if amp_dtype is not None and amp_mode != "amp":
         raise ValueError(f"amp_dtype needs amp_mode='amp', got amp_mode={amp_mode!r} and amp_dtype={amp_dtype}")
     return "xla" if kind == "xla" else amp_mode
+
+
+def _check_is_not_compiled(kind: str, options: Mapping[str, Any]) -> None:
+    if options.get("compile", False) is not False:
+        raise ValueError(f"compile must be False with {kind}, which has a step of its own, got {options['compile']!r}")
 
 
 def _preparing(

@@ -84,12 +84,13 @@ class Update:
         clip_grad_value: maximum absolute value of any element of a gradient.
         context: returns the context of the forward pass, such as autocast.
         scaler: scales the loss, against underflow in float16.
-        step: called instead of ``optimizer.step``.
+        step: called instead of ``optimizer.step``, unless there is a scaler, which calls that itself.
         backward: called instead of ``loss.backward``.
 
     Attributes:
         optimizer: as passed.
         context: as passed.
+        is_plain: whether ``loss.backward()`` and ``optimizer.step()`` are all that is needed.
     """
 
     def __init__(
@@ -116,16 +117,7 @@ class Update:
         self._clip_grad_value = clip_grad_value
         self._step = step
         self._backward = backward
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether ``loss.backward()`` and ``optimizer.step()`` are all that is needed."""
-        return (self._scaler, self._clip_grad_norm, self._clip_grad_value, self._step, self._backward) == (None,) * 5
-
-    def step_with(self, step: Callable[[], Any] | None) -> None:
-        """Call a compiled step instead of ``optimizer.step``, unless that is up to a scaler."""
-        if self._scaler is None:
-            self._step = step
+        self.is_plain = (scaler, clip_grad_norm, clip_grad_value, step, backward) == (None,) * 5
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss."""
@@ -160,13 +152,13 @@ class Update:
             if self._clip_grad_value is not None:
                 nn.utils.clip_grad_value_(parameters, self._clip_grad_value)
         with getattr(optimizer, "skip_synchronize", nullcontext)():
-            if self._step is not None:
-                self._step()
-            elif scaler is None:
-                optimizer.step()  # looked up here, as schedulers replace the method
-            else:
+            if scaler is not None:
                 scaler.step(target)
                 scaler.update()
+            elif self._step is not None:
+                self._step()
+            else:
+                optimizer.step()  # looked up here, as schedulers replace the method
 
     def parameters(self) -> Iterable[Tensor]:
         """Yield the parameters that have a gradient."""

@@ -104,6 +104,7 @@ class Throughput:
         self._marks: deque[tuple[float, list[Any]]] = deque(maxlen=self._window + 1)  # ends of iterations, amounts
         self._idle = self._paused_at = 0.0
         self._pauses = 0  # more than one if pauses are nested
+        self._compiled_since, self._compilations, self._compilation_seconds = now(), 0, 0.0
 
     def attach(self, engine: Engine[Any, Any], event_name: EventLike | None = None) -> RemovableEventHandle:
         """Measure the runs of an engine.

@@ -12,7 +12,14 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import camshaft.distributed as idist
-from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+from camshaft.engine import (
+    Engine,
+    Events,
+    create_supervised_evaluator,
+    create_supervised_trainer,
+    supervised_training_step_apex,
+    supervised_training_step_tpu,
+)
 from camshaft.engine.compilation import compilations_since, now
 from camshaft.handlers import EMAHandler, LinearCyclicalScheduler, LRScheduler, Throughput
 from tests.ranks import on_ranks
@@ -203,8 +210,43 @@ def shard(model):
     return fully_shard(model)
 
 
+def inside(model):
+    return nn.Sequential(idist.auto_model(model))
+
+
+class Both:
+    """Two optimizers, as one that torch does not know."""
+
+    def __init__(self, parameters, lr):
+        parameters = list(parameters)
+        self.parts = [torch.optim.SGD(one, lr) for one in (parameters[:2], parameters[2:])]
+        self.param_groups = [group for one in self.parts for group in one.param_groups]
+
+    def zero_grad(self):
+        for one in self.parts:
+            one.zero_grad()
+
+    def step(self):
+        for one in self.parts:
+            one.step()
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_the_step_of_an_optimizer_that_is_not_one_of_torch_is_left_as_it_is():
+    _, model, optimizer = trained(True, make=Both)
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+    torch.testing.assert_close(model.state_dict(), trained(False, make=Both)[1].state_dict())
+
+
+@pytest.mark.parametrize("builder", [supervised_training_step_apex, supervised_training_step_tpu])
+def test_steps_of_other_libraries_are_not_compiled(builder):
+    model = model_of()
+    with pytest.raises(ValueError, match="compile"):
+        builder(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss(), compile=True)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [idist.auto_model, shard])
+@pytest.mark.parametrize("wrap", [idist.auto_model, inside, shard])
 def test_wrapped_and_sharded_models_are_compiled_inside_of_their_wrappers(wrap):
     warnings.simplefilter("ignore")  # of torch, as above
     weights, own = [], data_of(4, 4, 4, 4, seed=idist.get_rank())

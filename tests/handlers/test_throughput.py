@@ -206,3 +206,9 @@ def test_ranks_add_up_and_samples_of_tensor_parallel_ranks_count_once():
         assert meter.rates()["samples_per_second"] == 5 + get_rank() / 2
         make_mesh(tp=2)
         assert metrics_of(Throughput(samples=10)) == {"steps_per_second": 0.5, "samples_per_second": 5}
+
+
+def test_it_may_be_attached_in_a_run():
+    trainer, throughput = Engine(lambda engine, batch: None), Throughput()
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=1), lambda: throughput.attach(trainer))
+    assert trainer.run(range(3)).metrics["steps_per_second"] > 0
