@@ -10,12 +10,12 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
-WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed/test_main.py \
-    distributed/test_topology.py engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py \
-    handlers/checkpoint/test_cli.py handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py \
-    handlers/checkpoint/test_retention.py handlers/test_*logger* handlers/test_early_stopping.py handlers/test_preemption.py \
-    handlers/test_steps.py handlers/test_stores.py handlers/test_time* test_a* test_base.py test_errors.py test_guards.py \
-    test_migrate.py test_output.py test_packaging.py test_public_names.py test_text.py
+WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed/test_main.py distributed/test_topology.py \
+    engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py handlers/checkpoint/test_cli.py \
+    handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py handlers/checkpoint/test_retention.py \
+    handlers/test_early_stopping.py handlers/test_fbresearch_logger.py handlers/test_file_logger.py handlers/test_steps.py \
+    handlers/test_stores.py handlers/test_time* handlers/test_tqdm_logger.py test_architecture.py test_base.py test_errors.py \
+    test_guards.py test_migrate.py test_output.py test_packaging.py test_text.py
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
 .PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-ray test-browser test-docs site bench bench-gpu format clean

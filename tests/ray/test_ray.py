@@ -82,7 +82,9 @@ def test_every_sample_is_read_once_after_a_failed_run_another_number_of_workers_
 
 def test_the_example_resumes_when_a_worker_was_killed(tmp_path: Path) -> None:
     output = run(tmp_path, ROOT / "examples" / "ray_train.py", "--kill", "--epochs=4")
-    assert len(resumed(output)) == 1  # the other rank raises RankFailedError, unless Ray ends it before that
+    # the other rank names the one that is gone, unless Ray does and ends it before that
+    assert "RankFailedError: rank 1's process was killed or crashed" in output or "died" in output, output
+    assert len(resumed(output)) == 1
     accuracy, iterations = re.findall(r"^accuracy (\S+)% after (\d+) iterations$", output, re.MULTILINE)[0]
     assert float(accuracy) > 80
     assert iterations == "140"
