@@ -360,6 +360,8 @@ class Passes:
             return None if self.start is None else self.start.position
         batches = self._given() - back
         over = self.iterator is None or (self._length is not None and batches >= self._length)
+        if self.source.saves_itself and self._numbered is not None:
+            over = True  # the data know the number of the next pass already, and their state is none of this one
         if self._is_shifted and self.engine.iteration_in_epoch - back >= (self._length or 0):
             over = True  # once the epoch has ended, the pass is abandoned
         position = self.source.position(self._number, batches, self._length, over)

@@ -1043,6 +1043,18 @@ def test_data_with_a_state_of_their_own_are_exact():
         assert Recorder().resumed(first.states[iteration], data()) == first.seen[iteration:]
 
 
+@pytest.mark.parametrize("make", [EpochStream, lambda: Stateful([torch.tensor(number) for number in range(5)])])
+def test_data_with_a_state_of_their_own_start_a_pass_that_was_saved_before_its_first_batch(make):
+    first, states = Recorder(), []
+    first.engine.add_event_handler(
+        Events.GET_BATCH_STARTED(every=5), lambda engine: states.append(copy.deepcopy(engine.state_dict()))
+    )
+    first.engine.run(make(), max_epochs=3)
+    assert [one["iteration"] for one in states] == [0, 5, 10]
+    for state in states[1:]:
+        assert Recorder().resumed(state, make()) == first.seen[state["iteration"] :]
+
+
 def test_streams_of_auto_dataloader_are_skipped_forward_with_a_warning_of_what_it_costs():
     first = Recorder()
     first.engine.run(stream(), max_epochs=1)
