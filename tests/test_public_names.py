@@ -36,8 +36,8 @@ PROMISED = {
         registered_computation_models""",
     "camshaft.distributed.launcher": "Parallel",
     "camshaft.engine": """CallableEventWithFilter DeterministicEngine Engine EventEnum Events EventsList
-        RemovableEventHandle State convert_tensor create_supervised_evaluator create_supervised_trainer
-        supervised_evaluation_step supervised_evaluation_step_amp supervised_training_step
+        OptimizerEvents RemovableEventHandle State convert_tensor count_optimizer_steps create_supervised_evaluator
+        create_supervised_trainer supervised_evaluation_step supervised_evaluation_step_amp supervised_training_step
         supervised_training_step_amp supervised_training_step_apex supervised_training_step_tpu""",
     "camshaft.engine.deterministic": """DeterministicEngine ReproducibleBatchSampler keep_random_state
         update_dataloader""",

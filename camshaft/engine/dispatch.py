@@ -354,6 +354,11 @@ class Dispatcher:
                 self.register((family[event.name],), None)
         return event in self.plans
 
+    def is_used(self, event: Any) -> bool:
+        """Return whether an event, as it was registered, has handlers."""
+        plan = self.plans.get(event)
+        return plan is not None and plan.registrations != ()
+
     def plan(self, event: Any) -> Plan:
         """Return the plan of an event.
 

@@ -19,6 +19,7 @@ from camshaft.engine.events import (
     EventLike,
     Events,
     EventsList,
+    OptimizerEvents,
     RemovableEventHandle,
 )
 from camshaft.engine.loop import Pending, Phase, Run, StopFlag
@@ -41,6 +42,8 @@ from camshaft.engine.state import Batch, Output, State
 from camshaft.errors import level_of_caller
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
+
+_STEP_COMPLETED = OptimizerEvents.STEP_COMPLETED  # looking up a member of an enumeration on each call is slow
 
 P = ParamSpec("P")
 AnyHandler = TypeVar("AnyHandler", bound=Callable[..., object])
@@ -279,7 +282,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._dispatcher.remove(handler, event_name)
 
     def fire_event(self, event_name: Any) -> None:
-        """Fire an event: call its handlers now.
+        """Fire an event: call its handlers now. ``OptimizerEvents.STEP_COMPLETED`` is also counted.
 
         Raises:
             ValueError: the event is not registered.
@@ -290,6 +293,10 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> engine.fire_event("halfway")
         half of it
         """
+        if event_name is _STEP_COMPLETED:
+            self.state.optimizer_steps += 1
+            if not self._dispatcher.is_used(event_name):
+                return
         self._is_traced = self.logger.isEnabledFor(logging.DEBUG)
         self._dispatcher.plan(event_name).fire(self)
 
@@ -407,6 +414,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         """Start a run."""
         state = self.state
         if start.is_new:
+            state.optimizer_steps = 0
             self._had_batches = state.iteration > 0
             self._is_exhausted = isinstance(start.data, Iterator) and start.data is state.dataloader
         if start.progress.lost:
@@ -661,7 +669,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         ``iteration`` counts completed iterations. ``epochs_completed`` and ``iterations_in_epoch``, those completed in
         the epoch after them, are present once a run has started. ``position`` is present if the data can start in the
         middle of a pass: loaders of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``.
-        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them.
+        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them, and
+        ``optimizer_steps`` once a step of the optimizer was counted.
 
         While a step is open, what else is saved may be ahead of these values, and accumulated gradients are not saved:
         this warns. Save in a function that :meth:`defer` calls, as :class:`.Checkpoint` does.
@@ -692,6 +701,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
+        if state.optimizer_steps:
+            saved["optimizer_steps"] = state.optimizer_steps
         length, is_given = state.epoch_length, has_given_length(state, self._inferred)
         if length is not None and not is_given and length_of(state.dataloader) in (None, length):
             saved["data_length"] = length

@@ -20,7 +20,15 @@ from camshaft.engine.state import State
 from camshaft.interop import ignite_class
 from camshaft.types import is_integer
 
-__all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
+__all__ = [
+    "CallableEventWithFilter",
+    "EventEnum",
+    "Events",
+    "EventsList",
+    "OptimizerEvents",
+    "RemovableEventHandle",
+    "State",
+]
 
 EventFilter = Callable[[Any, int], Any]
 
@@ -324,7 +332,29 @@ class EventEnum(CallableEventWithFilter, Enum, metaclass=_EventEnumType):
 
 
 class HandlerEvents(EventEnum):
-    """Base class of events that handlers of this package fire; engines register them on first use."""
+    """Base class of events that steps and handlers of this package fire; engines register them on first use."""
+
+
+class OptimizerEvents(HandlerEvents):
+    """Event of a training step: the optimizer has stepped. ``state.optimizer_steps`` counts it.
+
+    Supervised trainers fire it once per step of the optimizer, however many batches that takes, also if a gradient
+    scaler skips the step. A step of your own fires it with one call, which also counts it.
+
+    >>> from camshaft.engine import Engine
+    >>> def step(engine: Engine[int, None], batch: int) -> None:
+    ...     if batch % 2 == 0:  # here, the optimizer steps
+    ...         engine.fire_event(OptimizerEvents.STEP_COMPLETED)
+    >>> trainer = Engine(step)
+    >>> @trainer.on(OptimizerEvents.STEP_COMPLETED(every=2))
+    ... def show(engine: Engine[int, None]) -> None:
+    ...     print(engine.state.optimizer_steps, engine.state.iteration)
+    >>> state = trainer.run([1, 2, 3, 4, 5, 6, 7, 8])
+    2 4
+    4 8
+    """
+
+    STEP_COMPLETED = "step_completed"
 
 
 class FailureEvents(EventEnum):
@@ -360,6 +390,7 @@ State.event_to_attr = {
     Events.EPOCH_COMPLETED: "epoch",
     Events.STARTED: "epoch",
     Events.COMPLETED: "epoch",
+    OptimizerEvents.STEP_COMPLETED: "optimizer_steps",
 }
 
 

@@ -60,7 +60,7 @@ class Progress(NamedTuple):
 
 
 def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]]:
-    """Return the progress in a state dict, and the ``epoch_length`` and the targets.
+    """Return the progress in a state dict, and the ``epoch_length``, the targets, and ``optimizer_steps``.
 
     Without ``epochs_completed`` and ``iterations_in_epoch``, all epochs are assumed to have had ``epoch_length``
     iterations.
@@ -97,7 +97,8 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
             if position.get(name) is not None:
                 _integer(f"position[{name!r}]", position[name], least=0)
     progress = Progress(epoch, iteration, done, position, Origin.LOADED)
-    return progress, {"epoch_length": length or None, **targets}
+    steps = _integer("optimizer_steps", state_dict.get("optimizer_steps", 0), least=0)
+    return progress, {"epoch_length": length or None, **targets, "optimizer_steps": steps}
 
 
 def _integer(name: str, value: Any, least: int) -> int:

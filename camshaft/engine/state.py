@@ -25,8 +25,8 @@ Output = TypeVar("Output")
 class State(Generic[Batch, Output]):
     """A plain container of attributes, one per engine, kept from run to run.
 
-    A new run sets ``iteration``, ``epoch``, the targets and ``epoch_length``. All other attributes stay, so users can
-    store their own here.
+    A new run sets ``iteration``, ``epoch``, ``optimizer_steps``, the targets and ``epoch_length``. All other attributes
+    stay, so users can store their own here.
 
     Args:
         kwargs: further attributes, or other values for those below.
@@ -34,6 +34,7 @@ class State(Generic[Batch, Output]):
     Attributes:
         iteration: iterations started so far; the first is 1.
         epoch: current epoch; the first is 1.
+        optimizer_steps: steps of the optimizer so far, if the process function fires ``OptimizerEvents``.
         epoch_length: iterations per epoch, ``None`` until known.
         max_epochs: target in epochs.
         max_iters: target in iterations.
@@ -57,6 +58,7 @@ class State(Generic[Batch, Output]):
     metrics: dict[str, Any]
     iteration: int
     epoch: int
+    optimizer_steps: int
     epoch_length: int | None
     max_epochs: int | None
     max_iters: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,7 +28,7 @@ from camshaft.engine.events import Events, Order
 from camshaft.engine.metrics import attach_metrics
 from camshaft.engine.mode import Mode
 from camshaft.engine.state import LazyNumber
-from camshaft.engine.update import Accumulation, Update, autocast, device_type_of, scaled_to_all_ranks
+from camshaft.engine.update import Accumulation, Update, autocast, complete_step, device_type_of, scaled_to_all_ranks
 from camshaft.errors import annotate, level_of_caller
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
@@ -197,6 +198,7 @@ def supervised_training_step(
             else:
                 update.backward(scaled_to_all_ranks(engine, loss))
                 update.apply()
+            complete_step(engine)
         return output_transform(x, y, y_pred, loss)
 
     step.parts = (set_mode,) if compiler is None else (set_mode, compiler)  # type: ignore[attr-defined]
@@ -438,6 +440,8 @@ def create_supervised_trainer(
     for part in step.parts:  # type: ignore[attr-defined]  # set by the builder
         part.attach(trainer)
     _compare_replicas(trainer, model)
+    if isinstance(model, torch.nn.Module):
+        _precisions[_innermost(model)] = _precision(mode, amp_dtype, device, model)
     if new_scaler is not None:
         trainer.state.scaler = new_scaler
     return trainer
@@ -477,6 +481,7 @@ def create_supervised_evaluator(
     (tensor([1.]), tensor([0.]))
     """
     mode = _mode(device, amp_mode, False, amp_dtype)
+    _warn_if_precisions_differ(model, _precision(mode, amp_dtype, device, model))
     builder = (
         partial(supervised_evaluation_step_amp, amp_dtype=amp_dtype) if mode == "amp" else supervised_evaluation_step
     )
@@ -578,6 +583,36 @@ def _warn_unless_synchronized(model: Any) -> None:
         warnings.warn(
             f"each of the {get_world_size()} ranks trains a model of its own, as nothing averages the gradients: pass "
             "the model through camshaft.distributed.auto_model, unless that is intended",
+            stacklevel=level_of_caller(),
+        )
+
+
+_precisions: weakref.WeakKeyDictionary[torch.nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()  # of trainers
+
+
+def _precision(
+    mode: str | None, dtype: torch.dtype | None, device: DeviceLike | None, model: Any
+) -> torch.dtype | None:
+    """Return the lower precision of an engine, or ``None`` for that of the model."""
+    return (dtype or torch.get_autocast_dtype(device_type_of(device, model))) if mode == "amp" else None
+
+
+def _innermost(model: Any) -> Any:
+    while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module):
+        model = inner
+    return model
+
+
+def _warn_if_precisions_differ(model: Any, precision: torch.dtype | None) -> None:
+    """Warn if the trainer of a model computes in another precision than its evaluator, in a job of several ranks."""
+    if not isinstance(model, torch.nn.Module) or get_world_size() == 1:
+        return
+    of_trainer = _precisions.get(_innermost(model), precision)
+    if of_trainer != precision:
+        ours, theirs = (one or "the precision of the model" for one in (precision, of_trainer))
+        warnings.warn(
+            f"the evaluator computes in {ours}, but the trainer of the same model in {theirs}: pass the same amp_mode "
+            "and amp_dtype to both, unless that is intended",
             stacklevel=level_of_caller(),
         )
 

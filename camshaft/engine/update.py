@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camshaft.arguments import check_type, described
+from camshaft.arguments import check_type, described, integer
 from camshaft.dtensors import (
     any_dtensor,
     discard_gradients,
@@ -25,7 +25,9 @@ from camshaft.dtensors import (
     outermost_sharded,
     without_reduction,
 )
-from camshaft.engine.events import Events, Order
+from camshaft.engine.engine import Engine
+from camshaft.engine.events import Events, OptimizerEvents, Order
+from camshaft.engine.sources import length_of
 from camshaft.text import counted
 from camshaft.types import DeviceLike
 
@@ -226,6 +228,15 @@ def _all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+_STEP_COMPLETED = OptimizerEvents.STEP_COMPLETED
+
+
+def complete_step(engine: Any) -> None:
+    """Fire the event of a step of the optimizer. A training step may also be called without an engine."""
+    if isinstance(engine, Engine):
+        engine.fire_event(_STEP_COMPLETED)
+
+
 # --- accumulated gradients --------------------------------------------------------------------------------------------
 
 
@@ -320,6 +331,7 @@ class Accumulation:
             self._update.apply(self._size / self._pending if self._pending < self._size else None)
         self._pending = 0
         engine.is_accumulating = False
+        complete_step(engine)
 
     # --- handlers ------------------------------------------------------------------------------------------
 
@@ -374,6 +386,39 @@ class Accumulation:
             else:
                 self._groups = groups_of_gradients(_all_parameters(self._update.optimizer))
         return self._groups
+
+
+def count_optimizer_steps(
+    data: Any,
+    max_epochs: int | None = None,
+    max_iters: int | None = None,
+    epoch_length: int | None = None,
+    *,
+    gradient_accumulation_steps: int = 1,
+) -> int:
+    """Return how often the optimizer of a supervised trainer steps in a run, such as for the length of a schedule.
+
+    Args:
+        data, max_epochs, max_iters, epoch_length: those of ``run``. Only the length of ``data`` is read.
+        gradient_accumulation_steps: that of the trainer. A shorter window at the end of an epoch is a step, too.
+
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: a number is below 1, there are two targets, or the length of an epoch is not known.
+
+    >>> count_optimizer_steps(range(5), max_epochs=3, gradient_accumulation_steps=2)
+    9
+    """
+    if max_epochs is not None and max_iters is not None:
+        raise ValueError(f"pass max_epochs or max_iters, got max_epochs={max_epochs!r} and max_iters={max_iters!r}")
+    size = integer("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
+    length = length_of(data) if epoch_length is None else integer("epoch_length", epoch_length, least=1)
+    if not length:
+        raise ValueError(f"data must have batches and a length, or epoch_length must be given, got {described(data)}")
+    if max_iters is None:
+        return integer("max_epochs", 1 if max_epochs is None else max_epochs, least=1) * math.ceil(length / size)
+    epochs, rest = divmod(integer("max_iters", max_iters, least=1), length)
+    return epochs * math.ceil(length / size) + math.ceil(rest / size)
 
 
 def scaled_to_all_ranks(engine: Any, loss: Tensor) -> Tensor:

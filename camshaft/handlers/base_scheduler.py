@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 from camshaft.arguments import check_sequence, check_text, check_type, integer, load_optional, number
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine, check_engine
-from camshaft.engine.events import EventLike, Events, RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, OptimizerEvents, RemovableEventHandle, events_in, joined
 from camshaft.handlers.steps import repeats_iteration, resumes_epoch
 
 # looking up a member of an enumeration on each call is slow
 _EPOCH_STARTED = Events.EPOCH_STARTED
 _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
+_STEP_COMPLETED = OptimizerEvents.STEP_COMPLETED
 
 
 class BaseParamScheduler(Serializable, ABC):
@@ -186,17 +187,58 @@ def _memo(scheduler: BaseParamScheduler) -> dict[int, Any]:
     return {id(optimizer): optimizer}
 
 
-class SteppedScheduler(BaseParamScheduler):
-    """Base class of schedulers whose first call has index 0: apply the value of ``event_index``, then increment it."""
+class Attachable(ABC):
+    """What sets values before steps, and can be attached to any event, also to one after the steps."""
+
+    event_index: int
 
     def attach(self, engine: Engine[Any, Any], event: EventLike = Events.ITERATION_STARTED) -> RemovableEventHandle:
         """Call the scheduler whenever an event fires.
+
+        On ``OptimizerEvents.STEP_COMPLETED``, a call sets the value of the next step; that of the first step is set
+        when the run starts.
 
         Returns:
             A handle that detaches the scheduler.
         """
         check_engine("engine", engine)
-        return engine.add_event_handler(event, self)
+        handles = [engine.add_event_handler(event, self)]
+        if _STEP_COMPLETED in events_in(event):
+            handles.append(engine.add_event_handler(Events.STARTED, self._set_first))
+        return joined(handles, event, self, engine)
+
+    def _set_first(self, engine: Engine[Any, Any]) -> None:
+        if self.event_index == 0:
+            self(engine)
+
+    def _skip_first(self, engine: Engine[Any, Any]) -> None:
+        """If the first step of the optimizer is over, go on to the value of the next one.
+
+        Raises:
+            ValueError: it had another value than the first.
+        """
+        is_late = engine.last_event_name is _STEP_COMPLETED and engine.has_event_handler(self, _STEP_COMPLETED)
+        if not is_late:  # the second case is a scheduler that a combination of schedulers calls
+            return
+        before = self._written()
+        self(None)
+        if self._written() != before:
+            raise ValueError(
+                f"the first step of the optimizer had {before} instead of the schedule's {self._written()}: pass the "
+                f"event to attach() of {type(self).__name__}, not to add_event_handler()"
+            )
+
+    @abstractmethod
+    def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
+        """Apply the next value."""
+
+    @abstractmethod
+    def _written(self) -> Any:
+        """Return the values in effect as plain numbers."""
+
+
+class SteppedScheduler(Attachable, BaseParamScheduler):
+    """Base class of schedulers whose first call has index 0: apply the value of ``event_index``, then increment it."""
 
     def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
         """Apply the value of ``event_index``, and increment it.
@@ -208,8 +250,11 @@ class SteppedScheduler(BaseParamScheduler):
         Raises:
             ValueError: the value is not valid; nothing is written.
         """
-        if engine is not None and self._was_counted(engine):
-            return
+        if engine is not None:
+            if self._was_counted(engine):
+                return
+            if self.event_index == 0:
+                self._skip_first(engine)
         self._apply(engine)
         if engine is not None:
             self._remember_call(engine)
@@ -220,10 +265,6 @@ class SteppedScheduler(BaseParamScheduler):
     @abstractmethod
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         """Compute the value of ``event_index``, and write it."""
-
-    @abstractmethod
-    def _written(self) -> Any:
-        """Return the values in effect as plain numbers."""
 
 
 def rows_of(scheduler: Callable[[None], object], num_events: int, columns: Callable[[], list[Any]]) -> list[list[Any]]:

@@ -79,6 +79,9 @@ class _Fine:
 class EMAHandler(Serializable):
     """Keep a moving average of a model: ``ema = (1 - momentum) * ema + momentum * model``.
 
+    With a small momentum, the average would stay close to the initial weights for long. So the momentum warms up: in
+    iteration n it is at least ``9 / (10 + n)``, as in TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``.
+
     Its state is that of ``ema_model``, and with a warm-up that of ``momentum_scheduler``. They can also be saved
     separately. Weights in bfloat16 or float16 are too coarse for small steps: they are averaged in float32, and the
     state holds these averages, while ``ema_model`` has the dtypes of ``model``.
@@ -87,8 +90,9 @@ class EMAHandler(Serializable):
         model: the model that is trained, already on its device, and already sharded if it will be. The average is
             sharded in the same way. ``DistributedDataParallel`` is unwrapped.
         momentum: weight of the model in each update.
-        momentum_warmup: momentum of the first update, from 0 to 1, if it should move from there to ``momentum``.
-        warmup_iters: number of updates after which it is ``momentum``.
+        momentum_warmup: momentum of the first update, from 0 to 1, if it should move linearly from there to
+            ``momentum``.
+        warmup_iters: number of updates after which it is ``momentum``; 0, without ``momentum_warmup``, for no warm-up.
         handle_buffers: ``"copy"`` copies the buffers of the model; ``"update"`` averages those that are not integers,
             and copies the others; ``"ema_train"`` leaves them to ``ema_model``, which is then in train mode.
         ema_model: a second model to hold the average, built and sharded like ``model``; it receives the weights of
@@ -103,7 +107,7 @@ class EMAHandler(Serializable):
         model: the model.
         ema_model: the average, in eval mode except with ``"ema_train"``.
         momentum: as given; the current one is in ``engine.state``.
-        momentum_scheduler: with a warm-up, the handler that sets the momentum.
+        momentum_scheduler: with a linear warm-up, the handler that sets the momentum.
         handle_buffers: as given.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -131,6 +135,9 @@ class EMAHandler(Serializable):
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {model!r} of type {type(model).__name__}")
         check_choice("handle_buffers", handle_buffers, ("copy", "update", "ema_train"))
+        self._warms_up = momentum_warmup is None and warmup_iters is None
+        if momentum_warmup is None and warmup_iters == 0:
+            warmup_iters = None
         if (momentum_warmup is None) != (warmup_iters is None):
             both = (momentum_warmup, warmup_iters)
             raise ValueError(f"momentum_warmup and warmup_iters must be given together, got {both}")
@@ -170,8 +177,7 @@ class EMAHandler(Serializable):
             name: attribute of ``engine.state`` that holds the momentum, which is created if missing. Any scheduler of
                 the state may set it.
             warn_if_exists: whether to warn if it exists, in which case its value is used.
-            event: when to update. If the optimizer steps once in n iterations, ``Events.ITERATION_COMPLETED(every=n)``
-                where n divides the length of the epoch, otherwise an event that a hook of the optimizer fires.
+            event: when to update; with accumulated gradients, ``OptimizerEvents.STEP_COMPLETED``.
 
         Raises:
             ValueError: ``name`` is a counter of the engine.
@@ -231,7 +237,10 @@ class EMAHandler(Serializable):
             self._scheduler.load_state_dict(warmup)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
-        self.update(getattr(engine.state, name))
+        momentum = getattr(engine.state, name)
+        if self._warms_up and momentum == self.momentum:  # otherwise, a scheduler or the user has set it
+            momentum = max(momentum, 9 / (10 + engine.state.iteration))
+        self.update(momentum)
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:

@@ -17,10 +17,11 @@ from torch.optim import lr_scheduler as native
 
 from camshaft.arguments import check_sequence, check_text, check_type, described, integer, number
 from camshaft.base import Serializable
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.engine.state import missing_metric
 from camshaft.handlers.base_scheduler import (
+    Attachable,
     BaseParamScheduler,
     SteppedScheduler,
     check_entries,
@@ -498,7 +499,11 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
 
     def attach(self, engine: Engine[Any, Any], event: EventLike = Events.COMPLETED) -> RemovableEventHandle:
         """Step whenever an event of ``engine`` fires, which must have the metric by then."""
-        return super().attach(engine, event)
+        check_engine("engine", engine)
+        return engine.add_event_handler(event, self)
+
+    def _skip_first(self, engine: Engine[Any, Any]) -> None:
+        """The first value is that of the optimizer."""
 
     def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
         """Step with the metric.
@@ -572,7 +577,7 @@ class _Combination:
             scheduler.save_history = value
 
 
-class ParamGroupScheduler(_Combination, Serializable):
+class ParamGroupScheduler(_Combination, Attachable, Serializable):
     """Call several schedulers together, for several parameters, parameter groups or optimizers.
 
     Args:
@@ -633,6 +638,15 @@ class ParamGroupScheduler(_Combination, Serializable):
         """The parameters of the schedulers."""
         return [scheduler.param_name for scheduler in self.schedulers]
 
+    @property
+    def event_index(self) -> int:  # type: ignore[override]  # it is that of each scheduler
+        """Number of calls so far."""
+        index: int = self.schedulers[0].event_index
+        return index
+
+    def _written(self) -> list[Any]:
+        return [scheduler._written() for scheduler in self.schedulers]
+
     def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
         """Call each scheduler.
 
@@ -640,6 +654,8 @@ class ParamGroupScheduler(_Combination, Serializable):
             engine: the engine whose state keeps the history.
             name: key in the history, instead of ``names``.
         """
+        if engine is not None and self.event_index == 0:
+            self._skip_first(engine)
         for scheduler, own in zip(self.schedulers, self.names, strict=True):
             scheduler(engine, name or own)
 
@@ -749,8 +765,11 @@ class ConcatScheduler(_Combination, ParamScheduler):
             engine: the engine whose state keeps the history.
             name: key in the history, instead of those of the schedulers.
         """
-        if engine is not None and self._was_counted(engine):
-            return
+        if engine is not None:
+            if self._was_counted(engine):
+                return
+            if self.event_index == 0:
+                self._skip_first(engine)
         if self._current_duration == 0:
             self._scheduler_index += 1
             is_last = self._scheduler_index == len(self.durations)

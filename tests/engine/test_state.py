@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from camshaft.engine import CallableEventWithFilter, Engine, EventEnum, Events, State
+from camshaft.engine import CallableEventWithFilter, Engine, EventEnum, Events, OptimizerEvents, State
 from tests.engine.traces import echo
 
 
@@ -21,6 +21,7 @@ COUNTED = {
     Events.EPOCH_COMPLETED: "epoch",
     Events.STARTED: "epoch",
     Events.COMPLETED: "epoch",
+    OptimizerEvents.STEP_COMPLETED: "optimizer_steps",
 }
 
 
@@ -28,6 +29,7 @@ def test_a_new_state_holds_the_defaults():
     assert {name: getattr(State(), name) for name in (*vars(State()), "output") if not name.startswith("_")} == {
         "iteration": 0,
         "epoch": 0,
+        "optimizer_steps": 0,
         "epoch_length": None,
         "max_epochs": None,
         "max_iters": None,

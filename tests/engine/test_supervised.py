@@ -570,3 +570,23 @@ def test_a_model_that_nothing_synchronizes_is_reported():
     create(torch.nn.Sequential(idist.auto_model(torch.nn.Linear(1, 1))))
     create(torch.nn.Linear(1, 1).requires_grad_(requires_grad=False))
     idist.one_rank_only()(create)(torch.nn.Linear(1, 1))
+
+
+@on_ranks(2)
+def test_an_evaluator_whose_precision_is_not_that_of_the_trainer_is_reported():
+    model = torch.nn.Linear(1, 1)
+    wrapped = idist.auto_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    half = {"amp_mode": "amp", "amp_dtype": torch.bfloat16}
+    create_supervised_trainer(wrapped, optimizer, torch.nn.functional.mse_loss, **half)
+    for evaluated in (wrapped, model):
+        with pytest.warns(UserWarning, match=r"in the precision of the model, but .* in torch.bfloat16") as caught:
+            create_supervised_evaluator(evaluated)
+        assert [one.filename for one in caught] == [__file__]
+    create_supervised_evaluator(wrapped, **half)
+    create_supervised_evaluator(wrapped, amp_mode="amp")  # which is bfloat16 on a CPU
+    create_supervised_evaluator(torch.nn.Linear(1, 1))
+    create_supervised_trainer(wrapped, optimizer, torch.nn.functional.mse_loss)
+    create_supervised_evaluator(wrapped)
+    with pytest.warns(UserWarning, match=r"in torch.bfloat16, but .* in the precision of the model"):
+        create_supervised_evaluator(wrapped, **half)

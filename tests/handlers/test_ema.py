@@ -241,7 +241,7 @@ def test_the_average_may_have_another_precision_than_the_model():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((0.75,), [0.75] * 5),
+        ((0.75, None, 0), [0.75] * 5),
         ((0.75, 0.25, 3), [0.25, 0.5, 0.75, 0.75, 0.75]),
         ((0.25, 0.75, 5), [0.75, 0.625, 0.5, 0.375, 0.25]),
         ((0.75, 0.25, 1), [0.25, 0.75, 0.75, 0.75, 0.75]),
@@ -254,7 +254,7 @@ def test_the_momentum_warms_up_under_any_name_and_each_update_uses_it(arguments,
     ema, trainer = EMAHandler(model, *arguments), trainer_of(model)
     ema.attach(trainer, "my_momentum")
     assert trainer.state.my_momentum == arguments[0]
-    assert hasattr(ema, "momentum_scheduler") == (len(arguments) > 1)
+    assert hasattr(ema, "momentum_scheduler") == (arguments[1] is not None)
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.my_momentum, ema.ema_model.weight.item()))
     )
@@ -263,6 +263,33 @@ def test_the_momentum_warms_up_under_any_name_and_each_update_uses_it(arguments,
         average += momentum * (4.0 - average)
         averages.append(average)
     assert seen == [pytest.approx(pair) for pair in zip(expected, averages, strict=True)]
+
+
+def test_by_default_the_initial_weights_are_soon_forgotten_also_after_a_resume():
+    def momenta_of(**loaded):
+        model, momenta = set_to(nn.Linear(1, 1), 0.0), []
+        ema, trainer = EMAHandler(model, 0.5), trainer_of(model)
+        ema.update = momenta.append
+        ema.attach(trainer)
+        if loaded:
+            trainer.load_state_dict({"epoch_length": 20, "max_epochs": 1, **loaded})
+        trainer.run([4.0] * 20, max_epochs=1)
+        assert trainer.state.ema_momentum == 0.5
+        return momenta
+
+    momenta = momenta_of()
+    assert momenta == pytest.approx([9 / (10 + n) if n < 9 else 0.5 for n in range(1, 21)])
+    assert momenta_of(iteration=2) == momenta[2:]
+
+
+def test_a_momentum_that_is_set_during_the_run_is_used_as_it_is():
+    model, momenta = set_to(nn.Linear(1, 1), 0.0), []
+    ema, trainer = EMAHandler(model, 0.5), trainer_of(model)
+    ema.update = momenta.append
+    ema.attach(trainer)
+    ExpStateScheduler(initial_value=0.4, gamma=0.5, param_name="ema_momentum").attach(trainer)
+    trainer.run([4.0] * 3)
+    assert momenta == pytest.approx([9 / 11, 0.2, 0.1])
 
 
 def test_any_scheduler_of_the_state_may_set_the_momentum_of_which_a_warning_tells():
@@ -280,7 +307,7 @@ def test_any_scheduler_of_the_state_may_set_the_momentum_of_which_a_warning_tell
 
 def test_two_averages_with_different_names():
     model = set_to(nn.Linear(1, 1), 0.0)
-    fast, slow = EMAHandler(model, 0.5), EMAHandler(model, 0.25)
+    fast, slow = EMAHandler(model, 0.5, warmup_iters=0), EMAHandler(model, 0.25, warmup_iters=0)
     trainer = trainer_of(model)
     fast.attach(trainer, "fast")
     slow.attach(trainer, "slow", event=Events.ITERATION_COMPLETED(every=2))

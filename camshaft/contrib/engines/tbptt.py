@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim, stack
 
 from camshaft.arguments import check_is_no_class, integer
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventEnum
+from camshaft.engine.events import EventEnum, OptimizerEvents
 from camshaft.engine.mode import Mode
 from camshaft.engine.supervised import PrepareBatch, loss_value, prepare_batch
 from camshaft.engine.update import scaled_to_all_ranks
@@ -104,6 +104,7 @@ def create_supervised_tbptt_trainer(
             loss = loss_fn(y_pred, y_chunk)
             scaled_to_all_ranks(engine, loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
             optimizer.step()
+            engine.fire_event(OptimizerEvents.STEP_COMPLETED)
             losses.append(loss.detach())
             engine.state.output = loss_value(x_chunk, y_chunk, y_pred, losses[-1])
             engine.fire_event(Tbptt_Events.TIME_ITERATION_COMPLETED)
