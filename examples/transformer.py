@@ -1,7 +1,7 @@
 """Train a small byte-level transformer on paragraphs of any length, in one process or sharded over many.
 
-You see a progress bar, after each epoch the bits per byte on paragraphs that are not trained on, which fall from
-3.8 to 2.5, and at the end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an
+You see a progress bar, after each epoch the bits per byte on paragraphs that are not trained on, which fall from 3.8 to
+2.5, and at the end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an
 optimizer step the same weight. Kill these runs at any time: together they report the same losses as a single one.
 
     run="examples/transformer.py --checkpoints runs/text --resume"
