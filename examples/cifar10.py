@@ -34,7 +34,7 @@ from camshaft.handlers import (
     TerminateOnNan,
     global_step_from_engine,
 )
-from camshaft.utils import manual_seed
+from camshaft.utils import manual_seed, setup_logger
 
 
 def write_files(folder: Path, count: int = 60) -> None:
@@ -76,6 +76,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     from torchmetrics.classification import MulticlassAccuracy
 
     manual_seed(config.seed)
+    setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     device, folder = idist.device(), config.data or config.output / "cifar-10-batches-py"
     with idist.one_rank_first(local=True):
         if config.data is None and not folder.exists():
@@ -119,8 +120,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     to_save = {"trainer": trainer, "model": model, "optimizer": optimizer, "schedule": schedule}
     latest = Checkpoint({**to_save, "average": average, "stopping": stopping, "best": best}, config.output)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, latest)  # after `evaluate`, which was registered earlier
-    if (newest := latest.resume_latest()) is not None:
-        bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
+    latest.resume_latest()
     if trainer.state.iteration >= steps or stopping.counter >= config.patience:
         bar.log_message("already finished: pass a larger --epochs or --patience to continue")
     else:

@@ -99,8 +99,6 @@ class SlowSaver(DiskSaver):
 
 def training(local_rank: int, config: argparse.Namespace) -> None:
     """Train; runs in every process."""
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("camshaft.distributed").setLevel(logging.INFO)  # waits that are no alarm
     manual_seed(config.seed)
     if idist.get_world_size() < 2:
         raise SystemExit("this takes two processes: add --backend gloo --nproc_per_node 2")
@@ -131,6 +129,8 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
     if config.bug == "saving":
         saver = SlowSaver(config.output, require_empty=False)
         trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), Checkpoint({"model": model}, saver))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("camshaft.distributed").setLevel(logging.INFO)  # waits that are no alarm
     try:
         trainer.run(loader, max_epochs=3)
     except ValueError as error:  # part of the bug named swallowed: the other ranks still train

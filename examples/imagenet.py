@@ -34,7 +34,7 @@ from camshaft.handlers import (
     create_lr_scheduler_with_warmup,
     global_step_from_engine,
 )
-from camshaft.utils import manual_seed
+from camshaft.utils import manual_seed, setup_logger
 
 
 def draw_images(folder: Path, classes: int = 10, train: int = 60, val: int = 20) -> None:
@@ -89,6 +89,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     from torchmetrics.classification import MulticlassAccuracy
 
     manual_seed(config.seed)
+    setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     device = idist.device()
 
@@ -163,8 +164,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     latest = Checkpoint(to_save, config.output, n_saved=2, asynchronous=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every) | Events.EPOCH_COMPLETED, latest)
     Preemption(latest).attach(trainer)
-    if (newest := latest.resume_latest()) is not None:
-        bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
+    latest.resume_latest()
     if trainer.state.iteration >= steps:
         bar.log_message(f"already finished: pass more than --epochs {config.epochs} to continue")
     else:

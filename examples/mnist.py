@@ -31,7 +31,7 @@ from camshaft.handlers import (
     TensorboardLogger,
     global_step_from_engine,
 )
-from camshaft.utils import manual_seed
+from camshaft.utils import manual_seed, setup_logger
 
 
 class Accuracy:
@@ -78,6 +78,7 @@ def make_model() -> nn.Module:
 def training(local_rank: int, config: argparse.Namespace) -> float | None:
     """Train and return the last validation accuracy, or None if there was nothing to do; runs in every process."""
     manual_seed(config.seed)
+    setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     parts = load_digits() if config.data == "digits" else load_mnist(config.root)
     data = idist.auto_dataloader(parts[0], batch_size=config.batch_size, shuffle=True, seed=config.seed)
     model = idist.auto_model(make_model())
@@ -114,8 +115,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     if config.checkpoints:
         checkpoint = Checkpoint(to_save, config.checkpoints)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)  # after `evaluate`, which was registered earlier
-        if (newest := checkpoint.resume_latest()) is not None:
-            bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
+        checkpoint.resume_latest()
 
     trainer.run(data, max_epochs=config.epochs)
     bar.log_message(f"best model saved as {best.last_checkpoint}")

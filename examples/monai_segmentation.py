@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, ProgressBar
+from camshaft.utils import setup_logger
 
 SIZE = 24  # voxels along each side of a volume
 
@@ -54,6 +55,7 @@ def main() -> None:
     )
     config = parser.parse_args()
 
+    setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     torch.manual_seed(0)
     device = torch.device("cpu")
     model = UNet(spatial_dims=3, in_channels=1, out_channels=1, channels=(8, 16, 32), strides=(2, 2), norm="instance")
@@ -78,15 +80,15 @@ def main() -> None:
     )
 
     def show(engine: Engine) -> None:
-        print(f"epoch {trainer.state.epoch}: dice {engine.state.metrics['dice']:.3f}")
+        bar.log_message(f"epoch {trainer.state.epoch}: dice {engine.state.metrics['dice']:.3f}")
 
     evaluator.add_event_handler(Events.COMPLETED, show)
-    ProgressBar().attach(trainer, output_transform=lambda output: {"loss": output[0]["loss"]})
+    bar = ProgressBar()
+    bar.attach(trainer, output_transform=lambda output: {"loss": output[0]["loss"]})
     checkpoint = Checkpoint({"trainer": trainer, "model": model, "optimizer": optimizer}, config.output, n_saved=2)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), checkpoint)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
-    if checkpoint.resume_latest():
-        print(f"resumed at iteration {trainer.state.iteration}")
+    checkpoint.resume_latest()
     trainer.run()
 
 

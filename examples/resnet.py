@@ -37,8 +37,8 @@ class Stripes(Dataset[tuple[Tensor, int]]):
 
     classes = range(10)
 
-    def __init__(self, count: int, first: int = 0) -> None:
-        self.count, self.first = count, first
+    def __init__(self, count: int, first: int = 0, noise: float = 4.0) -> None:
+        self.count, self.first, self.noise = count, first, noise
         self.x, self.y = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="xy")
 
     def __len__(self) -> int:
@@ -48,12 +48,12 @@ class Stripes(Dataset[tuple[Tensor, int]]):
         generator = torch.Generator().manual_seed(self.first + index)
         angle, phase = index % 10 * math.pi / 10, torch.rand(3, 1, 1, generator=generator) * 2 * math.pi
         stripes = torch.sin((math.cos(angle) * self.x + math.sin(angle) * self.y) / 2 + phase)
-        return stripes + 2 * torch.randn(3, 32, 32, generator=generator), index % 10
+        return stripes + self.noise * torch.randn(3, 32, 32, generator=generator), index % 10
 
 
 def load_data(config: argparse.Namespace) -> tuple[Stripes, Stripes]:
     """Return images for training and for validation."""
-    return Stripes(config.images), Stripes(config.images // 4, first=10**9)
+    return Stripes(config.images, 0, config.noise), Stripes(config.images // 4, 10**9, config.noise)
 
 
 class Accuracy:
@@ -158,6 +158,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help="small, or a model of torchvision such as resnet18")
     parser.add_argument("--images", type=int, default=2000, help="number of synthetic training images (default: 2000)")
+    parser.add_argument("--noise", type=float, default=4.0, help="standard deviation of the noise (default: 4)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the images (default: 4)")
     parser.add_argument("--batch_size", type=int, default=50, help="images in a batch, over all processes")
     parser.add_argument("--num_workers", type=int, default=0, help="processes per node that load images")

@@ -1,11 +1,12 @@
 """Train on handwritten digits, get killed at any time, and resume, also with a different number of processes.
 
-    python examples/resume.py
+    python examples/resume.py --kill_at 47; python examples/resume.py
     python examples/resume.py --output runs/killed --backend gloo --nproc_per_node 2 --kill_at 47
     torchrun --nproc_per_node 3 examples/resume.py --output runs/killed --backend gloo
 
-After each epoch you see how many samples were seen once, twice, or never, and the loss. Together, the last two
-commands report the same as the first: every sample once per epoch, and the same losses.
+After each epoch you see how many samples were seen once, twice, or never, and the loss. Killed in its second epoch, the
+run resumes from the checkpoint of iteration 40, with the sample that is named, and ends as if it had not been killed:
+every sample once per epoch, and the same losses, also on three processes instead of two.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.data import Dataset
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import Checkpoint
-from camshaft.utils import manual_seed
+from camshaft.utils import manual_seed, setup_logger
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -51,6 +52,7 @@ def without_index(batch: Batch, device: torch.device, non_blocking: bool) -> tup
 def training(local_rank: int, config: argparse.Namespace) -> None:
     """Train; runs in every process."""
     manual_seed(config.seed)
+    setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     dataset = NoisyDigits()
     loader = idist.auto_dataloader(dataset, batch_size=config.batch_size, shuffle=True, seed=config.seed)
     model = idist.auto_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
@@ -83,14 +85,15 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
 
     checkpoint = Checkpoint({"model": model, "optimizer": optimizer, "trainer": trainer}, config.output)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every), checkpoint)
-    newest = checkpoint.resume_latest()
-    if newest is not None:
-        idist.one_rank_only()(print)(f"world size {idist.get_world_size()}, resuming from {newest}", flush=True)
+    checkpoint.resume_latest()
     if config.kill_at:
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED(once=config.kill_at), lambda: os.kill(os.getpid(), signal.SIGKILL)
         )
-    trainer.run(loader, max_epochs=config.epochs)
+    if trainer.state.iteration < config.epochs * len(loader):
+        trainer.run(loader, max_epochs=config.epochs)
+    else:
+        idist.one_rank_only()(print)("already finished: pass a larger --epochs to continue", flush=True)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

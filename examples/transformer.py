@@ -1,7 +1,7 @@
 """Train a small byte-level transformer on paragraphs of any length, in one process or sharded over many.
 
-You see a progress bar, after each epoch the bits per byte on paragraphs that are not trained on, which fall from 4 to
-2.6, and at the end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an
+You see a progress bar, after each epoch the bits per byte on paragraphs that are not trained on, which fall from 3.8 to
+2.5, and at the end a paragraph that the model writes. Paragraphs are padded: `batch_weight` gives every byte in an
 optimizer step the same weight. Kill these runs at any time: together they report the same losses as a single one.
 
     run="examples/transformer.py --checkpoints runs/text --resume"
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
 from camshaft.handlers import Checkpoint, ProgressBar
-from camshaft.utils import manual_seed
+from camshaft.utils import manual_seed, setup_logger
 
 LONGEST = 160  # maximum bytes of a paragraph
 PADDING = -1  # target at positions without a byte to predict
@@ -68,11 +68,10 @@ class Transformer(nn.Module):
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.scores = nn.Linear(width, 256)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         embedded = self.bytes(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        scores: Tensor = self.scores(self.blocks(embedded, mask, is_causal=True).flatten(0, 1))
-        return scores
+        return self.scores(self.blocks(embedded, mask, is_causal=True).flatten(0, 1))
 
 
 @torch.no_grad()
@@ -89,6 +88,7 @@ def write(model: nn.Module) -> str:
 def training(local_rank: int, config: argparse.Namespace) -> None:
     """Train, and report the bits per byte on held-out paragraphs; runs in every process."""
     manual_seed(17)
+    setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     paragraphs: Any = load_paragraphs(config.text)
     others: Any = [one for index, one in enumerate(paragraphs) if index % 10]
     layout: Any = {}
@@ -122,8 +122,8 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         objects = {"trainer": trainer, "model": model, "optimizer": optimizer}
         checkpoint = Checkpoint(objects, config.checkpoints, sharded=bool(layout))
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
-        if config.resume and (newest := checkpoint.resume_latest()) is not None:
-            bar.log_message(f"resuming from {newest}, epoch {trainer.state.epoch}, iteration {trainer.state.iteration}")
+        if config.resume:
+            checkpoint.resume_latest()
 
     trainer.run(data, max_epochs=config.epochs)
     bar.log_message(write(model))

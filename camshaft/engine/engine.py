@@ -21,6 +21,7 @@ from camshaft.engine.events import (
     EventsList,
     OptimizerEvents,
     RemovableEventHandle,
+    events_in,
 )
 from camshaft.engine.loop import Pending, Phase, Run, StopFlag
 from camshaft.engine.plan import (
@@ -233,7 +234,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         try:
             numbers = self._dispatcher.add(event_name, handler, args, kwargs, order)
         except ValueError as error:
-            self.logger.error("%s", error)
+            if not all(map(self.has_registered_events, events_in(event_name))):
+                self.logger.error("%s", error)
             raise
         self.logger.debug("Handler added for event %s", event_name)
         return RemovableEventHandle(event_name, handler, self, numbers)

@@ -418,10 +418,9 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
     if engine._pending.get(Pending.ERROR) is error:
         del engine._pending[Pending.ERROR]  # it has been raised
-    annotate(
-        error,
-        f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {engine.last_event_name!r}",
-    )
+    place = "raised in epoch "
+    is_recorded = any(note.startswith(place) for note in getattr(error, "__notes__", ()))  # by an engine inside
+    annotate(error, f"{place}{state.epoch}, iteration {state.iteration}; the last event was {engine.last_event_name!r}")
     for registration in engine._dispatcher.plans[FailureEvents.ERROR_MET].registrations:
         try:  # an error of a cleanup handler must not hide the one that is reported
             registration.invoke(engine)
@@ -429,7 +428,7 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
             engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
     is_known = isinstance(error, (RankDivergenceError, RankFailedError))  # the same on every rank
     is_exit = isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code)
-    level = logging.DEBUG if is_exit else logging.INFO if is_known else logging.ERROR
+    level = logging.DEBUG if is_exit or is_recorded else logging.INFO if is_known else logging.ERROR
     engine.logger.log(level, "Engine met an exception: %s", activity.summary(error))
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:

@@ -85,7 +85,7 @@ def test_the_example_resumes_exactly_after_a_kill(tmp_path: Path) -> None:
     with start("killed") as again, start("whole") as whole:
         outputs = [program.communicate(timeout=HANG)[0] for program in (again, whole)]
     assert [again.returncode, whole.returncode] == [0, 0], outputs
-    assert "resumed at iteration 20\n" in outputs[0]
+    assert "; next: epoch 2, iteration 21, sample 17\n" in outputs[0]
     last = [torch.load(tmp_path / folder / "checkpoint_48.pt", weights_only=True) for folder in ("killed", "whole")]
     assert last[0]["trainer"] == last[1]["trainer"]
     for name, weight in last[0]["model"].items():

@@ -160,6 +160,16 @@ def test_an_error_of_a_run_is_recorded_once(caplog, swallowed, event):
     assert "lost" in text
 
 
+def test_an_error_that_leaves_several_engines_is_recorded_once(caplog):
+    def fail(engine, batch):
+        raise KeyError("lost")
+
+    evaluator = Engine(fail)
+    with pytest.raises(KeyError):
+        Engine(lambda engine, batch: evaluator.run([batch])).run([1])
+    assert records(caplog, logging.ERROR) == ["Engine met an exception: KeyError: 'lost'"]
+
+
 def test_the_record_of_an_error_is_one_line_and_a_stop_button_or_an_exit_leaves_none(caplog):
     def fail(error):
         def step(engine, batch):
@@ -184,6 +194,12 @@ def test_an_event_never_registered_is_recorded(caplog, handler):
         Engine(echo).add_event_handler("UNKNOWN", handler)
     (text,) = records(caplog, logging.ERROR)
     assert "UNKNOWN" in text
+
+
+def test_a_handler_that_cannot_be_called_is_not_recorded(caplog):
+    with pytest.raises(ValueError, match=r"read engine.state.batch instead of an argument$"):
+        Engine(echo).add_event_handler(Events.EPOCH_COMPLETED | Events.COMPLETED, lambda engine, batch: None)
+    assert records(caplog, logging.ERROR) == []
 
 
 QUIET = """

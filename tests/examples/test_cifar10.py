@@ -29,7 +29,9 @@ def test_it_learns_on_two_ranks_and_a_finished_training_is_left_alone(
     (best,) = tmp_path.glob("best_model_*.pt")
     assert float(best.stem.partition("=")[2]) >= round(one, 4)
     assert train(tmp_path, 3) == 0
-    assert f"resuming from {latest}, epoch 3, iteration 30\nalready finished: " in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.err == f"resuming from the checkpoint '{latest}'; next: epoch 4, iteration 31, sample 1\n"
+    assert shown.out.startswith("already finished: ")
 
 
 def test_a_training_that_has_stopped_early_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

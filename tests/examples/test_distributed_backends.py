@@ -53,7 +53,7 @@ def test_a_wide_residual_network_of_torchvision(tmp_path):
     )
     launch = [command("torchrun"), "--standalone", "--nproc_per_node", "2", str(program)]
     done = subprocess.run(
-        [*launch, *GLOO, "--num_iterations", "2", "--batch_size", "4"],
+        [*launch, *GLOO, "--model", "wide_resnet50_2", "--num_iterations", "2", "--batch_size", "4"],
         env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}, capture_output=True, timeout=HANG,
     )  # fmt: skip
     assert b"iteration 2: loss" in done.stdout, done.stderr.decode()[-3000:]

@@ -60,8 +60,9 @@ def test_it_is_preempted_resumes_on_two_ranks_and_finishes_once(
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
     assert train(tmp_path) == {}
-    shown = capsys.readouterr().out
-    assert f"resuming from {tmp_path / 'checkpoint_6.pt'}, epoch 2, iteration 6\nalready finished: " in shown
+    shown = capsys.readouterr()
+    assert f"resuming from the checkpoint '{tmp_path / 'checkpoint_6.pt'}'; next: epoch 3, iteration 7" in shown.err
+    assert shown.out.startswith("already finished: ")
 
 
 @pytest.mark.jobs
@@ -76,7 +77,8 @@ def test_compiled_and_with_mixed_precision_it_resumes(
     for epochs in (1, 2):
         accuracy = train(tmp_path, *options, "--epochs", str(epochs))
         assert set(accuracy) == {"top1", "top5"}
-    assert f"resuming from {tmp_path / 'checkpoint_1.pt'}, epoch 1, iteration 1" in capsys.readouterr().out
+    resumed = f"resuming from the checkpoint '{tmp_path / 'checkpoint_1.pt'}'; next: epoch 2, iteration 2, sample 1\n"
+    assert resumed in capsys.readouterr().err
     saved = torch.load(tmp_path / "checkpoint_2.pt", weights_only=True)
     assert ("scaler" in saved) == (precision == "fp16")
     assert saved["average"]

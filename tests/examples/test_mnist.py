@@ -89,8 +89,8 @@ def test_a_resumed_training_continues_and_writes_one_curve(tmp_path, capsys):
     train(tmp_path, *kept, "--epochs", "2")
     assert "epoch 2: train accuracy" in capsys.readouterr().out
     end = train(tmp_path, *kept, "--epochs", "3")
-    shown = capsys.readouterr().out
-    assert f"resuming from {tmp_path / 'kept' / 'checkpoint_30.pt'}" in shown
+    shown, errors = capsys.readouterr()
+    assert f"resuming from the checkpoint '{tmp_path / 'kept' / 'checkpoint_30.pt'}'; next: epoch 3, " in errors
     assert [f"epoch {number}: " in shown for number in (1, 2, 3)] == [False, False, True]
     assert end > 0.9
     (best,) = (tmp_path / "best").glob("*.pt")  # it replaced that of the first run

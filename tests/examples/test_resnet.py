@@ -13,7 +13,9 @@ from tests.torchvision_import import import_torchvision
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--amp", "--compile", "eager"), marks=pytest.mark.jobs)])
 def test_it_learns_the_angles(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    accuracy = resnet.training(0, resnet.parse(["--images", "400", "--epochs", "2", "--batch_size", "10", *options]))
+    accuracy = resnet.training(
+        0, resnet.parse(["--images", "400", "--noise", "2", "--epochs", "2", "--batch_size", "10", *options])
+    )
     assert set(accuracy) == {"model", "average"}
     assert min(accuracy.values()) > 0.5  # 0.1 by chance
     found = re.findall(r"epoch (\d): loss [\d.]+, accuracy .*; (\d+) images/s", capsys.readouterr().out)

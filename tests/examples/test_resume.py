@@ -41,7 +41,7 @@ def test_two_kills_and_changes_of_the_world_size_do_not_change_the_result(tmp_pa
     )  # fmt: skip
     shown = [line.partition("; loss")[0] for line in done.stdout.splitlines()]
     assert shown == [
-        f"world size 1, resuming from {folder / 'checkpoint_40.pt'}",
+        f"resuming from the checkpoint '{folder / 'checkpoint_40.pt'}'; next: epoch 2, iteration 41, sample 601",
         f"epoch 2: {AUDIT}",
         f"epoch 3: {AUDIT}",
     ]
