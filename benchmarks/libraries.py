@@ -1,4 +1,4 @@
-"""Use camshaft, PyTorch-Ignite, Lightning Fabric, and Accelerate, each according to its documentation."""
+"""Use camshaft, PyTorch-Ignite, Lightning, and Accelerate, each according to its documentation."""
 
 from __future__ import annotations
 
@@ -116,38 +116,88 @@ class Ignite(Engines):
         return ", ".join(re.findall(r"`([\w-]+)`", listed))
 
 
-class Fabric:
+class Lightning:
     ways_to_evaluate = ("",)
-    resumes = ()  # it has no loop and no loader state
+    resumes = ("",)
 
     def __init__(self, size: int) -> None:
-        make = import_module("lightning.fabric").Fabric
-        self.fabric = make(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
-        self.fabric.launch()
+        self.size = size
+        self.library: Any = import_module("lightning.pytorch")
+
+        class Module(self.library.LightningModule):  # type: ignore[misc, name-defined]  # it may not be installed
+            def __init__(self, fill: bool = False) -> None:
+                super().__init__()
+                self.layer = torch.nn.Linear(WEIGHTS, 1)
+                self.fill = fill
+                self.steps: Steps = []
+                self.stop_after = 0
+
+            def on_train_epoch_start(self) -> None:
+                if self.fill:
+                    torch.nn.init.constant_(self.layer.weight, self.current_epoch + 1)
+
+            def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+                self.steps.append(batch.tolist())
+                loss: torch.Tensor = self.layer(torch.ones(WEIGHTS)).sum()
+                return loss
+
+            def on_train_batch_end(self, *arguments: Any) -> None:
+                self.trainer.should_stop = len(self.steps) == self.stop_after
+
+            def validation_step(self, batch: torch.Tensor, index: int) -> None:
+                self.steps.append(batch.tolist())
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        self.module = Module
+
+    def make(self, *callbacks: Any, epochs: int = 1) -> Any:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        return self.library.Trainer(
+            accelerator="cpu",
+            devices=self.size,
+            strategy="ddp" if self.size > 1 else "auto",
+            max_epochs=epochs,
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+            **quiet,
+        )
 
     def evaluate(self, way: str) -> list[int]:
-        loader = self.fabric.setup_dataloaders(DataLoader(EVALUATED, batch_size=2))
-        return [sample for batch in loader for sample in batch.tolist()]
+        module, self.trainer = self.module(), self.make()
+        self.trainer.validate(module, DataLoader(EVALUATED, batch_size=2), verbose=False)
+        return [sample for step in module.steps for sample in step]
+
+    def train(self, folder: str, way: str, resume: bool) -> Steps:
+        self.library.seed_everything(0)
+        module, loader = self.module(), DataLoader(TRAINED, batch_size=BATCH // self.size, shuffle=True)
+        saving = import_module("lightning.pytorch.callbacks").ModelCheckpoint(
+            folder, filename="state", every_n_train_steps=STOP, save_on_train_epoch_end=False
+        )
+        if resume:
+            self.make().fit(module, loader, ckpt_path=str(Path(folder, "state.ckpt")))
+        else:
+            module.stop_after = STOP
+            self.make(saving).fit(module, loader)
+        return module.steps
 
     def barrier_of_one(self) -> None:
-        import_module("lightning.fabric.utilities").rank_zero_only(self.fabric.barrier)()
+        self.evaluate("")  # connects the ranks
+        import_module("lightning.pytorch.utilities").rank_zero_only(self.trainer.strategy.barrier)()
 
     def save(self, folder: str) -> str:
-        model, file = torch.nn.Linear(WEIGHTS, 1), ""
-        for epoch in (1, 2):
-            torch.nn.init.constant_(model.weight, epoch)
-            file = str(Path(folder, f"epoch_{epoch}.ckpt"))
-            self.fabric.save(file, {"model": model})
-        return file
+        saving = import_module("lightning.pytorch.callbacks").ModelCheckpoint(folder, save_top_k=-1)
+        self.make(saving, epochs=2).fit(self.module(fill=True), DataLoader(TRAINED, batch_size=SAMPLES))
+        return str(saving.best_model_path)
 
     def load(self, folder: str, newest: str) -> list[float]:
-        model = torch.nn.Linear(WEIGHTS, 1)
-        self.fabric.load(newest, {"model": model})
-        return model.weight.flatten().tolist()
+        layer: torch.nn.Linear = self.module.load_from_checkpoint(newest).layer
+        return layer.weight.flatten().tolist()
 
     @staticmethod
     def backends() -> str:
-        devices = import_module("lightning.fabric.accelerators").ACCELERATOR_REGISTRY.available_accelerators()
+        devices = import_module("lightning.pytorch.accelerators").AcceleratorRegistry.available_accelerators()
         return f"by device: {', '.join(sorted(devices))}"
 
 
@@ -218,7 +268,7 @@ class Accelerate:
 LIBRARIES: dict[str, Any] = {
     "camshaft": Camshaft,
     "pytorch-ignite": Ignite,
-    "lightning": Fabric,
+    "lightning": Lightning,
     "accelerate": Accelerate,
 }
-PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning.fabric", "accelerate": "accelerate"}
+PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning.pytorch", "accelerate": "accelerate"}

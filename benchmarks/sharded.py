@@ -2,8 +2,8 @@
 """What do checkpoints and steps of a sharded model cost, compared with torch's own calls and with other libraries?
 
 Gloo ranks share a model that is sharded by FSDP2, and its optimizer, and save them: torch with
-torch.distributed.checkpoint, camshaft with Checkpoint(sharded=True), and Lightning Fabric and Accelerate, if installed,
-with their own functions. Each layout that the ranks allow takes steps. Each time is that of the slowest rank.
+torch.distributed.checkpoint, camshaft with Checkpoint(sharded=True), and Lightning and Accelerate, if installed, with
+their own functions. Each layout that the ranks allow takes steps. Each time is that of the slowest rank.
 
 python benchmarks/sharded.py --width 512 --repetitions 5
 python benchmarks/sharded.py --ranks 4
@@ -42,8 +42,8 @@ MILLISECOND = 1e-3
 CLIP = 1.0  # norm of the gradients
 SAVE, BLOCKING, COMPLETE = "save", "asynchronous save, blocking", "asynchronous save, until complete"
 TORCH, TORCH_ASYNC = "torch, save", "torch, async_save"
-# Each cannot do more on the CPU: Fabric's FSDPStrategy is for GPUs only, and Accelerate ignores its FSDP plugin there.
-FABRIC, ACCELERATE = "Fabric, ModelParallelStrategy", "Accelerate, not sharded"
+# Neither can do more on the CPU: Lightning's FSDPStrategy is for GPUs only, and Accelerate ignores its FSDP plugin.
+FABRIC, ACCELERATE = "Lightning (Fabric)", "Accelerate, not sharded"
 PEERS = {"lightning": FABRIC, "accelerate": ACCELERATE}
 SAVES = {  # what is compared with whom, and the target: the ratio to it
     (SAVE, TORCH): 1.1,
