@@ -10,15 +10,20 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
-WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed/test_main.py distributed/test_topology.py \
-    engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py handlers/checkpoint/test_cli.py \
-    handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py handlers/checkpoint/test_retention.py \
-    handlers/test_early_stopping.py handlers/test_fbresearch_logger.py handlers/test_file_logger.py handlers/test_steps.py \
-    handlers/test_stores.py handlers/test_time* handlers/test_tqdm_logger.py test_architecture.py test_base.py test_errors.py \
-    test_guards.py test_migrate.py test_output.py test_packaging.py test_text.py
-MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
+WITHOUT_TORCH = benchmarks messages data/test_orders.py data/test_partition.py distributed/agreement/test_ends.py \
+    distributed/failures/test_verdicts.py distributed/test_environments.py distributed/test_main.py distributed/test_topology.py \
+    engine/test_data.py engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py engine/test_progress.py \
+    handlers/checkpoint/test_cli.py handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py \
+    handlers/checkpoint/test_loading_resume.py handlers/checkpoint/test_retention.py handlers/test_early_stopping.py \
+    handlers/test_fbresearch_logger.py handlers/test_file_logger.py handlers/test_steps.py handlers/test_stores.py \
+    handlers/test_time* handlers/test_tqdm_logger.py test_architecture.py test_base.py test_errors.py test_guards.py \
+    test_migrate.py test_output.py test_packaging.py test_text.py
 
 .PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-ray test-browser test-docs site bench bench-gpu format clean
+
+# several processes share the cores, and threads that wait for each other would keep them busy
+test-torch test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-ray \
+test-browser test-docs: export OMP_NUM_THREADS ?= 1
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -30,7 +35,7 @@ test:
 # Only `make test` runs what does not depend on torch: doctests, and tests of files, texts, environments, and verdicts.
 test-torch:
 	@$(if $(VERSION),,$(error which torch? make test-torch VERSION=2.15.0))
-	@OMP_NUM_THREADS=1 $(ENVIRONMENT) torch-$(VERSION) python -m pytest $(MANY) tests $(WITHOUT_TORCH:%=--ignore-glob='tests/%') $(ARGS)
+	@$(ENVIRONMENT) torch-$(VERSION) python -m pytest $(FILES) tests $(WITHOUT_TORCH:%=--ignore-glob='tests/%') $(ARGS)
 
 # tests on all GPUs of this machine, with the torch and pytest installed for $(PYTHON); needs no network
 test-gpu:

@@ -69,19 +69,21 @@ def interleave(contenders: Sequence[Contender], iterations: int, repetitions: in
 
     A drift of the machine affects all contenders alike. Their order changes from round to round, so that side effects
     such as freed memory do not always affect the same one; it is the same in each run and on each rank. The first round
-    is a warm-up. Objects that exist before are frozen, so that garbage collection does not depend on the size of other
-    libraries; a contender still pays for the garbage of its own run.
+    is a warm-up; a single repetition, which only shows that the contenders run, has none. Objects that exist before are
+    frozen, so that garbage collection does not depend on the size of other libraries; a contender still pays for the
+    garbage of its own run.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     order = random.Random(0)
+    warm_up = int(repetitions > 1)
     gc.collect()
     gc.freeze()
     try:
-        for round_number in range(repetitions + 1):
+        for round_number in range(warm_up + repetitions):
             for contender in order.sample(contenders, len(contenders)):
                 gc.collect()
                 taken = contender.per_iteration(iterations)
-                if round_number:
+                if round_number >= warm_up:
                     seconds[contender.name].append(taken)
     finally:
         gc.unfreeze()

@@ -307,7 +307,9 @@ def measured_saves(
     pairs = {
         (what, other): (seconds[other], seconds[what]) for what, other in SAVES if what != COMPLETE and other in saves
     }
-    complete = [saves[name].durations[1:] for name in (TORCH_ASYNC, BLOCKING)]  # without the warm-up
+    complete = [
+        saves[name].durations[-options.repetitions :] for name in (TORCH_ASYNC, BLOCKING)
+    ]  # without the warm-up
     return pairs | {(COMPLETE, TORCH_ASYNC): (complete[0], complete[1])}, skipped
 
 

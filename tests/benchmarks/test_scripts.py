@@ -36,7 +36,7 @@ def result_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
-    result = result_of(run("engine_overhead.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
+    result = result_of(run("engine_overhead.py", "--repetitions", "1", "--iterations", "20", folder=tmp_path))
     assert result["benchmark"] == "engine_overhead"
     assert [row["row"] for row in result["rows"]] == [1, 2, 3, 4]
     assert [row["target"] for row in result["rows"]] == [0.2, 0.5, 0.25, 3.0]
@@ -51,7 +51,7 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
 
 
 def test_watching_measures_all_rows(tmp_path: Path) -> None:
-    few = ("--iterations", "3", "--rounds", "2", "--ranks", "8", "64", "--processes", "2")
+    few = ("--iterations", "3", "--rounds", "1", "--ranks", "8", "64", "--processes", "2")
     result = result_of(run("watching.py", *few, folder=tmp_path))
     assert result["benchmark"] == "watching"
     share, iteration = (row for row in result["rows"] if row["what"].startswith("watcher: "))
@@ -64,7 +64,7 @@ def test_watching_measures_all_rows(tmp_path: Path) -> None:
 
 
 def test_collectives_measures_all_rows(tmp_path: Path) -> None:
-    result = result_of(run("collectives.py", "--repetitions", "2", "--iterations", "3", folder=tmp_path))
+    result = result_of(run("collectives.py", "--repetitions", "1", "--iterations", "3", folder=tmp_path))
     assert result["benchmark"] == "collectives"
     peers = {"pytorch-ignite"} - set(result["skipped"])
     for row in result["rows"]:
@@ -91,7 +91,7 @@ def test_launching_measures_steps_and_starts(tmp_path: Path) -> None:
 
 
 def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
-    result = result_of(run("handlers.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
+    result = result_of(run("handlers.py", "--repetitions", "1", "--iterations", "20", folder=tmp_path))
     assert result["benchmark"] == "handlers"
     [row] = result["rows"]
     peers = {"pytorch-ignite"} - set(result["skipped"])
@@ -105,7 +105,7 @@ def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
 
 
 def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
-    options = ("--repetitions", "2", "--sizes", "0.001", "0.002", "--folder", str(tmp_path))
+    options = ("--repetitions", "1", "--sizes", "0.001", "0.002", "--folder", str(tmp_path))
     result = result_of(run("checkpoint.py", *options, folder=tmp_path))
     assert result["benchmark"] == "checkpoint"
     peers = {"pytorch-ignite", "lightning"} - set(result["skipped"])
@@ -118,7 +118,7 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
 
 
 def test_sharded_measures_saves_and_steps_of_each_layout(tmp_path: Path) -> None:
-    few = ("--repetitions", "2", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
+    few = ("--repetitions", "1", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
     result = result_of(run("sharded.py", "--ranks", "4", *few, "--folder", str(tmp_path), folder=tmp_path))
     assert (result["benchmark"], result["ranks"]) == ("sharded", 4)
     rows = {(row["what"], row["other"]): row for row in result["rows"]}
@@ -191,7 +191,7 @@ def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.
 
 
 def test_compiled_measures_all_widths(tmp_path: Path) -> None:
-    few = ("--iterations", "2", "--repetitions", "2", "--widths", "64", "8", "--backend", "eager")
+    few = ("--iterations", "2", "--repetitions", "1", "--widths", "64", "8", "--backend", "eager")
     result = result_of(run("compiled.py", *few, folder=tmp_path))
     assert [(row["width"], row["target"]) for row in result["rows"]] == [(64, 0.65), (8, 1.0)]
     for row in result["rows"]:
