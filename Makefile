@@ -78,7 +78,7 @@ test-restarts:
 test-loggers:
 	@$(ENVIRONMENT) loggers python -m pytest -m "not browser" tests/loggers $(ARGS)
 
-# packages that were written for PyTorch-Ignite, and run on camshaft unmodified: MONAI, Optuna
+# MONAI, Optuna, ptan, and others that were written for PyTorch-Ignite, and its examples, on camshaft unmodified
 test-clients:
 	@$(ENVIRONMENT) clients python -m pytest $(TWO) tests/clients $(ARGS)
 

@@ -38,12 +38,15 @@ ENVIRONMENTS = {
     "xla": (("test", "xla"), ("xla",)),
     "horovod": (("test",), ("horovod",)),
     "loggers": (("test", "loggers"), ("loggers",)),
-    "clients": (("test", "clients"), ("dev", "clients")),
+    "clients": (("test", "examples", "clients"), ("dev", "clients")),
     "ray": (("test", "examples", "ray"), ("dev", "ray")),
 }
 OTHER_TORCH = re.compile(r"torch-(\d+\.\d+\.\d+)")
 CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each torch needs versions of its own
-SCRIPTS = {"horovod": "scripts/build_horovod.py"}  # what builds and installs more, for environments that need it
+SCRIPTS = {
+    "clients": "scripts/fetch_clients.py",
+    "horovod": "scripts/build_horovod.py",
+}  # what builds and installs more, for environments that need it
 MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from
 DAYS_KEPT = 7  # a shared environment that nobody used for so long goes away
 
