@@ -82,7 +82,8 @@ class Cluster:
 
     def run(self, *command: str, **variables: str) -> Program:
         """Run a command, such as ``srun``, and wait for it."""
-        return self._node.run(*command, **self.variables, **variables)
+        with self.start(*command, **variables) as program:
+            return program.wait()
 
     def jobs(self) -> str:
         """List running and pending jobs, without those that are only being cleaned up."""
