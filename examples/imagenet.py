@@ -8,7 +8,7 @@ The data are a folder with `train` and `val`, with one folder of images per clas
 the loss, and after each epoch the images per second and the accuracy (top 1 and top 5) over all validation images, each
 counted once on any number of processes. It is that of the averaged weights, the best of which are kept as
 `runs/imagenet/best_model_*.pt`. Kill the training at any time, or let Slurm preempt it: the same command resumes with
-the next image, also on another number of processes. The images that are drawn take half a minute: ten colors in noise.
+the next image, also on another number of processes. A run on drawn images, colors in noise, takes two minutes.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from camshaft.engine.events import (
     Events,
     FailureEvents,
     HandlerEvents,
+    OptimizerEvents,
     Order,
     events_in,
     meant,
@@ -324,7 +325,7 @@ class Dispatcher:
         self.plans: dict[Any, Plan] = {}
         self.counters: dict[Any, str] = {}
         self._wrappers: list[Wrapper] = []
-        self.register((*Events, *FailureEvents), None)
+        self.register((*Events, *OptimizerEvents, *FailureEvents), None)
 
     def register(self, events: tuple[Any, ...], event_to_attr: dict[Any, str] | None) -> None:
         """Add events, and the attributes that count them; see ``Engine.register_events``."""
@@ -353,11 +354,6 @@ class Dispatcher:
             if family is not None and issubclass(family, HandlerEvents):
                 self.register((family[event.name],), None)
         return event in self.plans
-
-    def is_used(self, event: Any) -> bool:
-        """Return whether an event, as it was registered, has handlers."""
-        plan = self.plans.get(event)
-        return plan is not None and plan.registrations != ()
 
     def plan(self, event: Any) -> Plan:
         """Return the plan of an event.

@@ -295,12 +295,13 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> engine.fire_event("halfway")
         half of it
         """
-        if event_name is _STEP_COMPLETED:
+        plan = self._dispatcher.plan(event_name)
+        if plan.event is _STEP_COMPLETED:
             self.state.optimizer_steps += 1
-            if not self._dispatcher.is_used(event_name):
+            if not plan.registrations:
                 return
         self._is_traced = self.logger.isEnabledFor(logging.DEBUG)
-        self._dispatcher.plan(event_name).fire(self)
+        plan.fire(self)
 
     # --- stop requests -------------------------------------------------------------------------------------
 

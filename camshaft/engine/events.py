@@ -332,14 +332,16 @@ class EventEnum(CallableEventWithFilter, Enum, metaclass=_EventEnumType):
 
 
 class HandlerEvents(EventEnum):
-    """Base class of events that steps and handlers of this package fire; engines register them on first use."""
+    """Base class of events that handlers of this package fire; engines register them on first use."""
 
 
-class OptimizerEvents(HandlerEvents):
+class OptimizerEvents(EventEnum):
     """Event of a training step: the optimizer has stepped. ``state.optimizer_steps`` counts it.
 
     Supervised trainers fire it once per step of the optimizer, however many batches that takes, also if a gradient
-    scaler skips the step. A step of your own fires it with one call, which also counts it.
+    scaler skips the step. A step of your own fires it with one call, which also counts it; if it has several
+    optimizers, after the last of them. Handlers run inside of the step: after an error in one of them, a resumed run
+    repeats the iteration.
 
     >>> from camshaft.engine import Engine
     >>> def step(engine: Engine[int, None], batch: int) -> None:

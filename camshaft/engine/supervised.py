@@ -598,9 +598,8 @@ def _precision(
 
 
 def _innermost(model: Any) -> Any:
-    while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module):
-        model = inner
-    return model
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _warn_if_precisions_differ(model: Any, precision: torch.dtype | None) -> None:

@@ -389,7 +389,7 @@ class Accumulation:
 
 
 def count_optimizer_steps(
-    data: Any,
+    data: Any = None,
     max_epochs: int | None = None,
     max_iters: int | None = None,
     epoch_length: int | None = None,

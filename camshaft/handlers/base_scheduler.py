@@ -18,6 +18,7 @@ from camshaft.arguments import check_sequence, check_text, check_type, integer, 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, OptimizerEvents, RemovableEventHandle, events_in, joined
+from camshaft.engine.loop import Phase
 from camshaft.handlers.steps import repeats_iteration, resumes_epoch
 
 # looking up a member of an enumeration on each call is slow
@@ -188,7 +189,7 @@ def _memo(scheduler: BaseParamScheduler) -> dict[int, Any]:
 
 
 class Attachable(ABC):
-    """What sets values before steps, and can be attached to any event, also to one after the steps."""
+    """Sets the value of a step before it, also if it is attached to the event after steps."""
 
     event_index: int
 
@@ -196,7 +197,7 @@ class Attachable(ABC):
         """Call the scheduler whenever an event fires.
 
         On ``OptimizerEvents.STEP_COMPLETED``, a call sets the value of the next step; that of the first step is set
-        when the run starts.
+        when the run starts, or now if it has started.
 
         Returns:
             A handle that detaches the scheduler.
@@ -205,20 +206,24 @@ class Attachable(ABC):
         handles = [engine.add_event_handler(event, self)]
         if _STEP_COMPLETED in events_in(event):
             handles.append(engine.add_event_handler(Events.STARTED, self._set_first))
+            if engine.phase is Phase.RUNNING:
+                self._set_first(engine)
         return joined(handles, event, self, engine)
 
     def _set_first(self, engine: Engine[Any, Any]) -> None:
-        if self.event_index == 0:
+        if self.event_index == 0 and engine.has_event_handler(self, _STEP_COMPLETED):
             self(engine)
 
-    def _skip_first(self, engine: Engine[Any, Any]) -> None:
-        """If the first step of the optimizer is over, go on to the value of the next one.
+    def _check_first(self, engine: Engine[Any, Any]) -> None:
+        """Go on to the second value if the first step is over without a call, but had the first value.
+
+        Combinations of schedulers do this for those in them, which are not registered.
 
         Raises:
-            ValueError: it had another value than the first.
+            ValueError: the step had another value.
         """
-        is_late = engine.last_event_name is _STEP_COMPLETED and engine.has_event_handler(self, _STEP_COMPLETED)
-        if not is_late:  # the second case is a scheduler that a combination of schedulers calls
+        event = engine.last_event_name
+        if self.event_index or event is not _STEP_COMPLETED or not engine.has_event_handler(self, _STEP_COMPLETED):
             return
         before = self._written()
         self(None)
@@ -253,8 +258,7 @@ class SteppedScheduler(Attachable, BaseParamScheduler):
         if engine is not None:
             if self._was_counted(engine):
                 return
-            if self.event_index == 0:
-                self._skip_first(engine)
+            self._check_first(engine)
         self._apply(engine)
         if engine is not None:
             self._remember_call(engine)

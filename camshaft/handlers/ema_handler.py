@@ -80,11 +80,13 @@ class EMAHandler(Serializable):
     """Keep a moving average of a model: ``ema = (1 - momentum) * ema + momentum * model``.
 
     With a small momentum, the average would stay close to the initial weights for long. So the momentum warms up: in
-    iteration n it is at least ``9 / (10 + n)``, as in TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``.
+    update n it is at least ``9 / (10 + n)``, as in TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``. An
+    average that was loaded, and a momentum that a scheduler or the user sets in ``engine.state``, are used as they are.
 
-    Its state is that of ``ema_model``, and with a warm-up that of ``momentum_scheduler``. They can also be saved
-    separately. Weights in bfloat16 or float16 are too coarse for small steps: they are averaged in float32, and the
-    state holds these averages, while ``ema_model`` has the dtypes of ``model``.
+    Its state is that of ``ema_model``, the number of updates, and with a linear warm-up that of ``momentum_scheduler``.
+    The model and the scheduler can also be saved separately. Weights in bfloat16 or float16 are too coarse for small
+    steps: they are averaged in float32, and the state holds these averages, while ``ema_model`` has the dtypes of
+    ``model``.
 
     Args:
         model: the model that is trained, already on its device, and already sharded if it will be. The average is
@@ -106,7 +108,7 @@ class EMAHandler(Serializable):
     Attributes:
         model: the model.
         ema_model: the average, in eval mode except with ``"ema_train"``.
-        momentum: as given; the current one is in ``engine.state``.
+        momentum: as given; that of the last update is in ``engine.state``.
         momentum_scheduler: with a linear warm-up, the handler that sets the momentum.
         handle_buffers: as given.
 
@@ -135,7 +137,8 @@ class EMAHandler(Serializable):
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {model!r} of type {type(model).__name__}")
         check_choice("handle_buffers", handle_buffers, ("copy", "update", "ema_train"))
-        self._warms_up = momentum_warmup is None and warmup_iters is None
+        self._updates = 0 if momentum_warmup is None and warmup_iters is None else None  # None without a warm-up
+        self._set_last: float | None = None  # the momentum in the state, if it is ours
         if momentum_warmup is None and warmup_iters == 0:
             warmup_iters = None
         if (momentum_warmup is None) != (warmup_iters is None):
@@ -162,6 +165,7 @@ class EMAHandler(Serializable):
         self._pair_tensors()
         if ema_model is not None:
             self.ema_model.load_state_dict(self.model.state_dict())
+        self._versions = self._written()
 
     def attach(
         self,
@@ -186,6 +190,7 @@ class EMAHandler(Serializable):
         check_is_no_counter("name", name, engine.state)
         if not hasattr(engine.state, name):
             setattr(engine.state, name, self.momentum)
+            self._set_last = self.momentum
         elif warn_if_exists:
             text = f"the momentum is the existing state.{name}; pass warn_if_exists=False if this is intended"
             warnings.warn(text, stacklevel=2)
@@ -195,7 +200,10 @@ class EMAHandler(Serializable):
         engine.add_event_handler(event, self._update, name)
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the state of ``ema_model``, and that of ``momentum_scheduler`` or None."""
+        """Return the state of ``ema_model``, that of ``momentum_scheduler`` or None, and the number of updates.
+
+        The latter is None without a warm-up, and if others have set the momentum or loaded an average.
+        """
         self._follow()
         average = unwrap(self.ema_model)
         state = state_of(average)
@@ -204,6 +212,7 @@ class EMAHandler(Serializable):
         return OrderedDict(
             ema_model=state,
             momentum_scheduler=None if self._scheduler is None else self._scheduler.state_dict(),
+            updates=self._updates,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -235,12 +244,31 @@ class EMAHandler(Serializable):
                 one.average.copy_(loaded[name])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(warmup)
+        if self._updates is not None:
+            self._updates = state_dict.get("updates")  # which older states lack
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
-        momentum = getattr(engine.state, name)
-        if self._warms_up and momentum == self.momentum:  # otherwise, a scheduler or the user has set it
-            momentum = max(momentum, 9 / (10 + engine.state.iteration))
-        self.update(momentum)
+        if self._updates is not None:
+            self._warm_up(engine, name, self._updates)
+        self.update(getattr(engine.state, name))
+
+    def _warm_up(self, engine: Engine[Any, Any], name: str, updates: int) -> None:
+        """Set the momentum of the next update, unless others have set it or loaded an average."""
+        was_loaded = updates == 0 and self._versions != self._written()
+        is_ours = getattr(engine.state, name) in (self._set_last, self._momentum_of(updates))
+        if was_loaded or not is_ours:
+            self._updates = None
+            return
+        self._updates = updates + 1
+        self._set_last = self._momentum_of(self._updates)
+        setattr(engine.state, name, self._set_last)
+
+    def _momentum_of(self, update: int) -> float:
+        return max(self.momentum, 9 / (10 + update))
+
+    def _written(self) -> list[int]:
+        """Return how often the weights of the average were written."""
+        return [one._version for one in self.ema_model.parameters()]
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:

@@ -502,7 +502,7 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
         check_engine("engine", engine)
         return engine.add_event_handler(event, self)
 
-    def _skip_first(self, engine: Engine[Any, Any]) -> None:
+    def _check_first(self, engine: Engine[Any, Any]) -> None:
         """The first value is that of the optimizer."""
 
     def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
@@ -654,8 +654,8 @@ class ParamGroupScheduler(_Combination, Attachable, Serializable):
             engine: the engine whose state keeps the history.
             name: key in the history, instead of ``names``.
         """
-        if engine is not None and self.event_index == 0:
-            self._skip_first(engine)
+        if engine is not None:
+            self._check_first(engine)
         for scheduler, own in zip(self.schedulers, self.names, strict=True):
             scheduler(engine, name or own)
 
@@ -768,8 +768,7 @@ class ConcatScheduler(_Combination, ParamScheduler):
         if engine is not None:
             if self._was_counted(engine):
                 return
-            if self.event_index == 0:
-                self._skip_first(engine)
+            self._check_first(engine)
         if self._current_duration == 0:
             self._scheduler_index += 1
             is_last = self._scheduler_index == len(self.durations)

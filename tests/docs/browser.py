@@ -80,6 +80,12 @@ async function visit({pages, searches, filtered, widths}) {
         for (const code of wider("pre > code")) seen.cut.push([page, code.textContent]);
         for (const table of wider(".md-typeset__scrollwrap")) seen.wide.push([page, table.textContent]);
     }
+    seen.terminals = [];
+    for (const width of widths) {
+        await open("/index.html", width);
+        const parts = [content().querySelector("article img"), content().querySelector("article .language-text")];
+        seen.terminals.push(parts.map(part => part.offsetHeight > 0));
+    }
     await open("/index.html", 1200);
     seen.title = content().querySelector("article h1").firstChild.textContent;
     seen.pictures = [...content().querySelectorAll("article img")].map(picture => picture.naturalWidth);

@@ -79,6 +79,11 @@ def test_guides_are_short() -> None:
     assert {name: count for name, count in counts.items() if count > MOST_WORDS} == {}
 
 
+def test_comments_stand_above_their_line() -> None:
+    after_bracket = re.compile(r"^ *[])}]+[:,]?  # (?!fmt: )", re.MULTILINE)  # where the formatter leaves them
+    assert [str(page.relative_to(ROOT)) for page in PAGES if after_bracket.search(page.read_text("utf-8"))] == []
+
+
 def check(tmp_path: Path, text: str) -> str | None:
     page = tmp_path / "page.md"
     page.write_text(text, "utf-8")

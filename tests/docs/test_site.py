@@ -28,7 +28,7 @@ def refuse(event, arguments):
 
 sys.addaudithook(refuse)
 from mkdocs.__main__ import cli
-cli(["build", "--strict", "--site-dir", sys.argv[1]])
+cli(["build", "--strict", "--quiet", "--site-dir", sys.argv[1]])
 """
 
 
@@ -39,6 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert build.returncode == 0, build.stdout + build.stderr
+    assert build.stdout + build.stderr == ""
     return folder
 
 
@@ -149,6 +150,10 @@ def test_the_start_page_has_a_title_and_pictures(report: Report) -> None:
     assert report["title"] == "camshaft"
     assert report["pictures"] != []
     assert all(width > 100 for width in report["pictures"])
+
+
+def test_the_terminal_is_text_on_a_phone(report: Report) -> None:
+    assert report["terminals"] == [[False, True], [True, False]]  # whether the picture and the text are visible
 
 
 def test_the_search_finds_pages(report: Report) -> None:

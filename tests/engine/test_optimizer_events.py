@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as native
 from camshaft.contrib.engines import create_supervised_tbptt_trainer
 from camshaft.engine import (
     Engine,
+    Events,
     OptimizerEvents,
     count_optimizer_steps,
     create_supervised_trainer,
@@ -116,8 +117,11 @@ def test_filters_count_steps_and_the_same_event_may_be_nested_in_an_iteration() 
 
 
 def test_a_step_of_ones_own_counts_with_one_call_and_a_step_without_an_engine_does_not_fail() -> None:
-    trainer: Engine[int, None] = Engine(lambda engine, batch: [engine.fire_event(STEPPED) for _ in range(batch)][:0])  # type: ignore[arg-type,return-value]
-    assert trainer.run([1, 2, 3]).optimizer_steps == 6
+    def step(engine: Engine[Any, Any], batch: Any) -> None:
+        engine.fire_event(batch)
+
+    trainer = Engine(step)
+    assert trainer.run([STEPPED, STEPPED(every=2), "STEP_COMPLETED"]).optimizer_steps == 3
     model = nn.Linear(1, 1)
     supervised_training_step(model, Optimizer(model), nn.functional.mse_loss)(None, BATCH)
 
@@ -220,11 +224,26 @@ def test_a_schedule_that_was_added_as_a_plain_handler_works_or_says_how_to_attac
         assert len(optimizer.rates) == 1
 
 
-def test_the_handle_of_a_schedule_on_steps_removes_all_of_it() -> None:
+@pytest.mark.parametrize("by_handle", [True, False])
+def test_a_schedule_that_was_removed_sets_nothing(by_handle: bool) -> None:
     trainer, optimizer = trainer_of()
-    PiecewiseLinear(optimizer, "lr", [(0, 0.0), (6, 0.6)]).attach(trainer, STEPPED).remove()
+    schedule = PiecewiseLinear(optimizer, "lr", [(0, 0.0), (6, 0.6)])
+    handle = schedule.attach(trainer, STEPPED)
+    if by_handle:
+        handle.remove()
+    else:
+        trainer.remove_event_handler(schedule, STEPPED)
     trainer.run([BATCH] * 3)
     assert optimizer.rates == [0.1] * 3
+
+
+@pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED(once=2)])
+def test_a_schedule_that_is_attached_in_the_run_sets_the_next_step(event: Any) -> None:
+    trainer, optimizer = trainer_of()
+    schedule = PiecewiseLinear(optimizer, "lr", [(0, 0.0), (6, 0.6)])
+    trainer.add_event_handler(event, lambda: schedule.attach(trainer, STEPPED))
+    trainer.run([BATCH] * 2, max_epochs=2)
+    assert optimizer.rates == ([0.0, 0.1, 0.2, 0.3] if event is Events.STARTED else [0.1, 0.1, 0.0, 0.1])
 
 
 # --- other handlers ----------------------------------------------------------------------------------------------

@@ -265,31 +265,65 @@ def test_the_momentum_warms_up_under_any_name_and_each_update_uses_it(arguments,
     assert seen == [pytest.approx(pair) for pair in zip(expected, averages, strict=True)]
 
 
-def test_by_default_the_initial_weights_are_soon_forgotten_also_after_a_resume():
-    def momenta_of(**loaded):
-        model, momenta = set_to(nn.Linear(1, 1), 0.0), []
-        ema, trainer = EMAHandler(model, 0.5), trainer_of(model)
-        ema.update = momenta.append
-        ema.attach(trainer)
-        if loaded:
-            trainer.load_state_dict({"epoch_length": 20, "max_epochs": 1, **loaded})
-        trainer.run([4.0] * 20, max_epochs=1)
-        assert trainer.state.ema_momentum == 0.5
-        return momenta
+class Warming:
+    """Trains a model of one weight, and remembers the momentum of each update."""
 
-    momenta = momenta_of()
-    assert momenta == pytest.approx([9 / (10 + n) if n < 9 else 0.5 for n in range(1, 21)])
-    assert momenta_of(iteration=2) == momenta[2:]
+    def __init__(self, momentum=0.5, **options):
+        self.model = set_to(nn.Linear(1, 1), 0.0)
+        self.trainer = trainer_of(self.model)
+        self.ema = EMAHandler(self.model, momentum)
+        self.momenta, update = [], self.ema.update
+        self.ema.update = lambda momentum: (self.momenta.append(momentum), update(momentum))
+        self.ema.attach(self.trainer, **options)
+
+    def run(self, length, **target):
+        self.trainer.run([4.0] * length, **target)
+        return self.momenta
 
 
-def test_a_momentum_that_is_set_during_the_run_is_used_as_it_is():
-    model, momenta = set_to(nn.Linear(1, 1), 0.0), []
-    ema, trainer = EMAHandler(model, 0.5), trainer_of(model)
-    ema.update = momenta.append
-    ema.attach(trainer)
-    ExpStateScheduler(initial_value=0.4, gamma=0.5, param_name="ema_momentum").attach(trainer)
-    trainer.run([4.0] * 3)
-    assert momenta == pytest.approx([9 / 11, 0.2, 0.1])
+WARM = [9 / (10 + n) if n < 9 else 0.5 for n in range(1, 21)]
+
+
+def test_by_default_the_momentum_warms_up_by_the_number_of_updates():
+    warming = Warming()
+    assert warming.run(4) == pytest.approx(WARM[:4])
+    assert warming.trainer.state.ema_momentum == warming.momenta[-1]
+    warming.trainer.state.max_epochs = None
+    assert warming.run(16) == pytest.approx(WARM)  # goes on in another run
+    late = Warming(event=Events.ITERATION_COMPLETED(every=5, after=10))
+    assert late.run(40) == pytest.approx(WARM[:6])
+
+
+@pytest.mark.parametrize("saves_momentum", [False, True])
+def test_a_warm_up_resumes_exactly(saves_momentum):
+    first, second = Warming(), Warming()
+    for one in (first, second):
+        one.trainer.state_dict_user_keys += ["ema_momentum"] * saves_momentum
+    first.run(3)
+    for name in ("trainer", "ema"):
+        getattr(second, name).load_state_dict(getattr(first, name).state_dict())
+    assert second.run(3, max_epochs=3) == pytest.approx(WARM[3:9])
+
+
+def test_an_average_that_was_loaded_is_not_forgotten():
+    by_hand, of_old = Warming(), Warming()
+    by_hand.ema.ema_model.load_state_dict(set_to(nn.Linear(1, 1), 2.0).state_dict())
+    state = of_old.ema.state_dict()
+    del state["updates"]  # which earlier versions did not save
+    of_old.ema.load_state_dict(state)
+    for one in (by_hand, of_old):
+        assert one.run(3) == [0.5] * 3
+        assert one.ema.state_dict()["updates"] is None
+
+
+def test_a_momentum_that_others_set_is_used_as_it_is():
+    scheduled, by_hand = Warming(), Warming()
+    ExpStateScheduler(initial_value=1.0, gamma=0.5, param_name="ema_momentum").attach(scheduled.trainer)
+    assert scheduled.run(3) == pytest.approx([WARM[0], 0.5, 0.25])  # 0.5 is its own momentum, too
+    by_hand.trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=2), lambda engine: setattr(engine.state, "ema_momentum", 0.1)
+    )
+    assert by_hand.run(3) == pytest.approx([WARM[0], 0.1, 0.1])
 
 
 def test_any_scheduler_of_the_state_may_set_the_momentum_of_which_a_warning_tells():
