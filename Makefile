@@ -41,7 +41,7 @@ test-torch:
 test-gpu:
 	@$(PYTHON) scripts/gpu.py test $(ARGS)
 
-# tests that start Python several times: jobs under torchrun and mpirun that fail, end early, or are killed, and benchmarks
+# tests that start Python: jobs under torchrun and mpirun that fail, end early, or are killed, and benchmarks
 test-jobs:
 	@$(ENVIRONMENT) dev python -m pytest -m jobs $(FILES) tests $(ARGS)
 

@@ -33,7 +33,7 @@ from benchmarks.libraries import LIBRARIES, PEERS, SAMPLES, WEIGHTS
 from benchmarks.measuring import importable, report
 
 HANGING = 10.0  # seconds after which a call counts as hanging
-LIMIT = 100.0  # seconds for everything else
+LIMIT = 1000.0  # seconds for everything else
 NOTHING = "-"  # not supported by the library
 
 context: Any = multiprocessing.get_context("forkserver")

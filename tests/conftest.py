@@ -14,7 +14,8 @@ from hypothesis import settings
 
 from tests.guards import GUARDS
 
-settings.register_profile("camshaft", deadline=None)  # results do not depend on the speed of the machine
+# results do not depend on the speed of the machine; the suite runs often, with other examples each time
+settings.register_profile("camshaft", deadline=None, max_examples=50)
 settings.load_profile("camshaft")
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise, torch starts processes that outlive a test

@@ -371,6 +371,7 @@ def test_an_error_in_a_notebook_names_the_cell(tmp_path, capsys):
 # --- without LibCST -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.jobs
 def test_without_libcst_the_command_says_what_to_install(script):
     command = (
         "import runpy, sys; sys.modules['libcst'] = None; runpy.run_module('camshaft.migrate', run_name='__main__')"

@@ -180,6 +180,7 @@ import camshaft.distributed.backends, camshaft.distributed.__main__
 """
 
 
+@pytest.mark.jobs
 def test_it_can_be_imported_where_the_parts_of_posix_are_missing() -> None:
     result = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_POSIX], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -594,7 +594,10 @@ def _precision(
     mode: str | None, dtype: torch.dtype | None, device: DeviceLike | None, model: Any
 ) -> torch.dtype | None:
     """Return the lower precision of an engine, or ``None`` for that of the model."""
-    return (dtype or torch.get_autocast_dtype(device_type_of(device, model))) if mode == "amp" else None
+    kind = device_type_of(device, model)
+    if mode != "amp" or not torch.amp.is_autocast_available(kind):
+        return None
+    return dtype or torch.get_autocast_dtype(kind)
 
 
 def _innermost(model: Any) -> Any:

@@ -268,6 +268,7 @@ class EMAHandler(Serializable):
 
     def _written(self) -> list[int]:
         """Return how often the weights of the average were written."""
+        reshard(self.ema_model)
         return [one._version for one in self.ema_model.parameters()]
 
     @torch.no_grad()

@@ -118,7 +118,7 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
 
 
 def test_sharded_measures_saves_and_steps_of_each_layout(tmp_path: Path) -> None:
-    few = ("--repetitions", "1", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
+    few = ("--repetitions", "2", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
     result = result_of(run("sharded.py", "--ranks", "4", *few, "--folder", str(tmp_path), folder=tmp_path))
     assert (result["benchmark"], result["ranks"]) == ("sharded", 4)
     rows = {(row["what"], row["other"]): row for row in result["rows"]}
@@ -191,7 +191,7 @@ def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.
 
 
 def test_compiled_measures_all_widths(tmp_path: Path) -> None:
-    few = ("--iterations", "2", "--repetitions", "1", "--widths", "64", "8", "--backend", "eager")
+    few = ("--iterations", "2", "--repetitions", "2", "--widths", "64", "8", "--backend", "eager")
     result = result_of(run("compiled.py", *few, folder=tmp_path))
     assert [(row["width"], row["target"]) for row in result["rows"]] == [(64, 0.65), (8, 1.0)]
     for row in result["rows"]:

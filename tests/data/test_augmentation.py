@@ -280,6 +280,7 @@ assert first == second, (first, second)
 """
 
 
+@pytest.mark.jobs
 def test_the_first_sample_that_uses_numpys_generator_is_seeded():
     subprocess.run([sys.executable, "-c", FIRST_USE_OF_NUMPY], check=True)
 

@@ -57,6 +57,7 @@ def test_gloo_passes(failures: dict[str, str], name: str) -> None:
     assert name not in failures, failures[name]
 
 
+@pytest.mark.jobs
 def test_a_check_that_fails_ends_the_process_with_its_traceback() -> None:
     command = [sys.executable, "-m", "tests.distributed.run_conformance", "barrier_lets_every_rank_through", "unknown"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)

@@ -210,6 +210,7 @@ engine.run([1, 2, 3], max_epochs=2)
 """
 
 
+@pytest.mark.jobs
 def test_nothing_is_printed_where_logging_is_not_configured():
     result = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

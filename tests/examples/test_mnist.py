@@ -50,6 +50,7 @@ def test_a_second_run_leaves_the_best_model_of_the_first_alone(tmp_path, monkeyp
         mnist.training(0, mnist.parse([*options, "--output", "runs/mnist/1"]))
 
 
+@pytest.mark.jobs
 def test_missing_mnist_exits_with_a_message(tmp_path):
     done = run(tmp_path, "--data", "mnist", "--root", str(tmp_path / "absent"))
     assert done.returncode == 1

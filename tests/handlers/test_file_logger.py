@@ -358,6 +358,7 @@ trainer.run(range(10**9))
 """
 
 
+@pytest.mark.jobs
 @both
 def test_a_kill_loses_no_complete_record(kind, tmp_path):
     command = [sys.executable, "-c", WRITE_FOREVER, kind.suffix[1:], str(tmp_path)]

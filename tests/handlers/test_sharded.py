@@ -74,9 +74,10 @@ def check_model_handlers(layout):
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def check():
-        weights = full_weights(model)
+        weights, momentum = full_weights(model), trainer.state.ema_momentum
+        assert momentum == 9 / (10 + trainer.state.iteration)
         for name, value in weights.items():
-            expected[name].lerp_(value, 0.25)
+            expected[name].lerp_(value, momentum)
         check_equal(full_weights(ema.ema_model), expected)
         alone = Net()
         alone.load_state_dict(expected)
