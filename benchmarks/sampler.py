@@ -92,6 +92,16 @@ class Images(Dataset[Any]):
         return torch.nn.functional.interpolate(picture.unsqueeze(0), size=(self.side, self.side), mode="bilinear")[0]
 
 
+class Augmented(Images):
+    """The same images, cropped and flipped with torch's random numbers, as torchvision's transforms do it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        padded = torch.nn.functional.pad(super().__getitem__(index), (4, 4, 4, 4))
+        top, left = torch.randint(0, 9, (2,)).tolist()
+        picture = padded[:, top : top + self.side, left : left + self.side]
+        return picture.flip(2) if torch.rand(()) < 0.5 else picture
+
+
 def with_our_sampler(data: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_sampler=ExactBatchSampler(Shuffled(len(data)), BATCH_SIZE))
 
@@ -105,6 +115,7 @@ LOADED: dict[str, tuple[Callable[[], Any], Callable[[Any], DataLoader[Any]]]] = 
     "DataLoader, images of 32 x 32": (lambda: Images(4096, 32), with_our_sampler),
     "auto_dataloader, tensors": (lambda: TensorDataset(torch.randn(16384, 32)), with_our_loader),
     "auto_dataloader, images of 32 x 32": (lambda: Images(4096, 32), with_our_loader),
+    "auto_dataloader, images of 32 x 32, augmented": (lambda: Augmented(4096, 32), with_our_loader),
     "auto_dataloader, images of 256 x 256": (lambda: Images(256, 256), with_our_loader),
 }
 LOADED_OF_PEER = 0.98  # ratio to the samples per second of torch's loader

@@ -9,10 +9,10 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, get_worker_info
@@ -93,16 +93,21 @@ def _init_worker(init: Callable[[int], object] | None, worker_id: int) -> None:
 class _SeededFetching:
     """Replaces a dataset in a loader: fetches and collates a batch with generators that are seeded for it.
 
-    Python's ``random``, NumPy's and torch's CPU generator are seeded for each sample with the seed, the epoch and the
-    index. A dataset that fetches whole batches (``__getitems__``) is called once per batch, and so is collating: for
-    these, the generators are seeded with all indices of the batch, so what is drawn there repeats only in a batch of
-    the same samples; torch's own collating draws nothing. In the main process all three are restored after each batch.
+    torch's CPU generator is seeded for each sample with the seed, the epoch and the index, and so are Python's
+    ``random`` and NumPy's once samples draw from them in this process. A dataset that fetches whole batches
+    (``__getitems__``) is called once per batch, and so is collating: for these, the generators are seeded with all
+    indices of the batch, so what is drawn there repeats only in a batch of the same samples; torch's own collating
+    draws nothing. In the main process all three are restored after each batch.
 
     A batch of plain indices is fetched as torch does it, and nothing is seeded.
 
-    Seeding takes about 10 us per sample, half of it for Python: each generator fills 624 words. It cannot wait for a
-    sample that draws: one that restores the generators, or asks for their seed, would go unnoticed. Restoring takes
-    about 30 us per batch.
+    Seeding takes time: each generator fills 624 words, Python's three times. So until a sample draws from ``random`` or
+    NumPy, that generator is seeded only once per batch, with the seed and the epoch. If its state has changed after the
+    first sample or after a batch, these samples are fetched again, with the generator seeded for each sample from then
+    on. So ``__getitem__`` may be called twice for an index, but a sample does not depend on which others were fetched.
+    A sample that draws from ``random`` or NumPy and restores the state goes unnoticed: there it sees the same numbers
+    as all others of the epoch, until one draws without restoring. torch's generator does not wait, since samples that
+    restore it (``fork_rng``) or ask for its seed are common.
 
     Args:
         dataset: a map-style dataset.
@@ -114,6 +119,9 @@ class _SeededFetching:
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
         self._has_epochs = callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None  # that a worker has announced
+        self._has_fetched = False
+        self._drawn: list[_Generator] = []  # to seed for each sample, besides torch's
+        self._idle = [_Generator(_seed_python, _python_words), _Generator(_seed_numpy, _numpy_words)]
         with suppress(ImportError):  # before the first sample that uses it; in a worker, torch does so
             import_module("numpy.random")
 
@@ -131,12 +139,39 @@ class _SeededFetching:
                 samples = self._fetch(indices)
             else:
                 key, samples = key_of(indices.seed, indices.epoch), []
-                for index in indices:
-                    seed_generators(mixed(key, _number(index)))
-                    samples += self._fetch([index])
+                for part in [indices] if self._has_fetched else [indices[:1], indices[1:]]:
+                    samples += self._fetch_each(part, key)
+                self._has_fetched = True
             if self.collate is not default_collate:
                 _seed_for(indices, _COLLATING)
             return self.collate(samples)
+
+    def _fetch_each(self, indices: Sequence[Any], key: int) -> list[Any]:
+        """Fetch samples one by one, and all of them again if one draws from a generator that was not seeded for it."""
+        bits = [mixed(key, _number(index)) for index in indices]  # here in the caches, between samples not
+        while True:
+            samples: list[Any] = []
+            for generator in self._idle:
+                generator.seed(key)
+            try:
+                for index, own in zip(indices, bits, strict=True):
+                    _seed_torch(own)
+                    for generator in self._drawn:
+                        generator.seed(own)
+                    samples += self._fetch([index])
+            except Exception:  # also one that would not occur with the right random numbers
+                if not self._find_drawn(key):
+                    raise
+            else:
+                if not self._find_drawn(key):
+                    return samples
+
+    def _find_drawn(self, key: int) -> bool:
+        """Return True if generators were used that only ``key`` had seeded; they will be seeded for each sample."""
+        drawn = [generator for generator in self._idle if generator.words() != _first_words(generator, key)]
+        self._idle = [generator for generator in self._idle if generator not in drawn]
+        self._drawn += drawn
+        return bool(drawn)
 
     def _fetch(self, indices: Sequence[Any]) -> Any:
         if getattr(self.dataset, "__getitems__", None):
@@ -177,10 +212,52 @@ def seed_generators(bits: int) -> None:
 
     torch and NumPy draw the same numbers from the same 32 bits, and ignore the others: each gets a half.
     """
-    random.seed(bits)
+    _seed_torch(bits)
+    _seed_python(bits)
+    _seed_numpy(bits)
+
+
+def _seed_torch(bits: int) -> None:
     torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
+
+
+def _seed_python(bits: int) -> None:
+    random.seed(bits)
+
+
+def _seed_numpy(bits: int) -> None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed(bits >> 32)
+
+
+# All that a Mersenne Twister will ever draw follows from its next 624 words. Drawing them takes 3 us, where reading the
+# state takes 10 us for Python and 40 us for NumPy. The second half of a pair of Gaussians needs no look: seeding
+# forgets it, so there is none before a draw.
+
+
+def _python_words() -> int:
+    return random.getrandbits(624 * 32)
+
+
+def _numpy_words() -> bytes | None:
+    numpy_random = sys.modules.get("numpy.random")
+    return None if numpy_random is None else numpy_random.get_bit_generator().random_raw(624).tobytes()
+
+
+class _Generator(NamedTuple):
+    """How to seed a generator, and how to draw as many words from it as its state consists of."""
+
+    seed: Callable[[int], None]
+    words: Callable[[], object]
+
+
+@lru_cache(maxsize=4)  # of two generators, for a loader that is read while another one is
+def _first_words(generator: _Generator, key: int) -> object:
+    generator.seed(key)
+    return generator.words()
+
+
+_spares: list[Any] = []  # bit generators of NumPy, each of which takes 0.1 ms to create
 
 
 @contextmanager
@@ -195,7 +272,8 @@ def preserved_generators() -> Iterator[None]:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         own = numpy_random.get_bit_generator()
-        numpy_random.set_bit_generator(numpy_random.MT19937(0))
+        spare = _spares.pop() if _spares else numpy_random.MT19937(0)
+        numpy_random.set_bit_generator(spare)
     try:
         yield
     finally:
@@ -203,6 +281,7 @@ def preserved_generators() -> Iterator[None]:
         torch.default_generator.set_state(torchs)
         if numpy_random is not None:
             numpy_random.set_bit_generator(own)
+            _spares.append(spare)
 
 
 def read_apart(batches: Iterator[Sample], seed: int) -> Iterator[Sample]:

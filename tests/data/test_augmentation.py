@@ -13,6 +13,8 @@ from contextlib import nullcontext, suppress
 import numpy.random
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -29,6 +31,7 @@ import camshaft.distributed as idist
 from camshaft.data.augmentation import (
     Indices,
     SeededLoader,
+    _SeededFetching,
     preserved_generators,
     seed_generators,
 )
@@ -134,6 +137,76 @@ def test_samples_are_the_same_with_any_workers_batches_ranks_and_resumes(expecte
     for ranks in (2, 3):
         parts = [passes(Augmented(), 1, batch_size=4, rank=rank, ranks=ranks) for rank in range(ranks)]
         assert torch.equal(by_sample(list(itertools.chain(*parts))), expected[0])
+
+
+DRAWS = {
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: numpy.random.rand(),
+    "randn": lambda: numpy.random.randn(),
+    "torch": lambda: torch.rand(1, dtype=torch.float64).item(),
+    "seed of torch": lambda: float(torch.initial_seed()),
+}
+
+
+class Sometimes(Augmented):
+    """Samples that each draw from some generators, if any, in some epochs; an error in one may depend on a draw."""
+
+    def __init__(self, plan):
+        self.plan, self.epoch, self.seeded = plan, 1, False
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        if self.seeded:
+            seed_generators(mixed(key_of(17, self.epoch), index))
+        drawn = [DRAWS[name]() for name in self.plan.get((self.epoch, index), ())]
+        if not self.seeded and drawn and drawn not in self.expected:
+            raise ValueError("a sample with other numbers than those of its seed")
+        return [index, *drawn]
+
+
+def planned():
+    names = st.lists(st.sampled_from(sorted(DRAWS)), max_size=3)
+    return st.dictionaries(st.tuples(st.integers(1, 3), st.integers(0, N - 1)), names, max_size=12)
+
+
+@settings(deadline=None)
+@given(planned(), st.integers(1, 5), st.integers(0, 2), st.integers(1, 3))
+@example({(3, 9): ["numpy"]}, 4, 0, 1)  # late first draws
+@example({(1, 0): ["torch"], (2, 10): ["randn", "gauss"], (3, 1): ["random"]}, 5, 0, 1)
+def test_samples_follow_from_their_seeds_whichever_draw_first(plan, batch_size, begin, ranks):
+    dataset = Sometimes(plan)
+    with preserved_generators():
+        dataset.seeded = True
+        wanted = {}
+        for epoch in (1, 2, 3):
+            dataset.set_epoch(epoch)
+            wanted |= {(epoch, index): dataset[index] for index in range(N)}
+        dataset.seeded = False
+    dataset.expected = [sample[1:] for sample in wanted.values()]
+    for rank in range(ranks):
+        batches = Batches(batch_size, begin=begin, rank=rank, ranks=ranks)
+        fetching = _SeededFetching(dataset, list)  # one for all epochs, as in a persistent worker
+        for epoch in (1, 2, 3):
+            dataset.set_epoch(epoch)
+            batches.set_epoch(epoch)
+            for indices in filter(None, batches):
+                assert fetching.__getitems__(indices) == [wanted[epoch, index] for index in indices]
+                draw()
+
+
+def test_only_samples_that_may_have_drawn_from_a_generator_without_a_seed_are_fetched_again():
+    class Counted(Augmented):
+        def __getitem__(self, index):
+            fetched.append(index)
+            return DRAWS[name]()
+
+    for name, again in (("torch", []), ("seed of torch", []), ("random", [0]), ("randn", [0])):
+        fetched = []
+        list(SeededLoader(Counted(), batch_sampler=Batches()))
+        assert sorted(fetched) == sorted([*range(N), *again]), name
 
 
 def test_datasets_of_datasets_are_seeded_sample_by_sample(expected):
