@@ -82,6 +82,8 @@ CHANGES = (
         "schedules-of-a-running-job",
         "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: leave it out, "
         "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)"),
+    Change("EMAHandler", "handlers",
+        "the momentum warms up unless momentum_warmup= is passed: warmup_iters=0 gives the average of PyTorch-Ignite"),
     Change("OutputHandler .attach_output_handler", "loggers",
         "another_engine= does not exist: pass global_step_transform=global_step_from_engine(engine), a function of "
         "camshaft.handlers", keyword="another_engine"),

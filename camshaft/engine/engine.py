@@ -476,6 +476,7 @@ class Engine(Serializable, Generic[Batch, Output]):
                 raise error
             if has_ended:
                 run.passes.source.completed_by_all(self.run_number, run.final_progress(), None)
+                self._warn_if_no_step_was_fired(run.final_progress().epoch)
         finally:
             error = None  # its traceback holds this frame
             with activity.lock:
@@ -517,6 +518,16 @@ class Engine(Serializable, Generic[Batch, Output]):
             raise ValueError(f"{problem}: pass data that can be iterated over again")
         if self._had_batches:
             warnings.warn(f"{problem}; results in the state are those of an earlier run", stacklevel=level_of_caller())
+
+    def _warn_if_no_step_was_fired(self, epoch: int) -> None:
+        """Warn if handlers wait for steps of the optimizer which a whole epoch of this run did not fire."""
+        waits = self._dispatcher.plan(_STEP_COMPLETED).registrations and not self.state.optimizer_steps
+        if waits and epoch > self._progress.epoch:
+            warnings.warn(
+                "handlers of OptimizerEvents.STEP_COMPLETED never ran: call engine.fire_event with this event in the "
+                "process function, after each step of the optimizer",
+                stacklevel=level_of_caller(),
+            )
 
     def _infer_epoch_length(self, length: int) -> None:
         """Set the length of an epoch to that of the first pass over data without a length."""

@@ -246,6 +246,7 @@ class EMAHandler(Serializable):
             self._scheduler.load_state_dict(warmup)
         if self._updates is not None:
             self._updates = state_dict.get("updates")  # which older states lack
+            self._versions, self._set_last = self._written(), self.momentum
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
         if self._updates is not None:

@@ -22,6 +22,7 @@ from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, Order
 from camshaft.engine.loop import Phase
+from camshaft.errors import level_of_caller
 from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
 from camshaft.text import counted
@@ -165,7 +166,7 @@ class FastaiLRFinder:
         def complete() -> None:
             if not diverged and diverge_th != math.inf:
                 text = "the search ended before the loss diverged: a larger end_lr or num_iter may show more"
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, stacklevel=level_of_caller())
 
         if trainer.phase is not Phase.IDLE:
             raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
@@ -258,7 +259,7 @@ class FastaiLRFinder:
                 ax.scatter([rate], [losses[suggestion]], color=color, zorder=3, label=f"suggested: {rate:.3g}")
         if suggestion is not None and suggestion < skip_start:
             text = f"the suggested rate, that of point {suggestion}, is not drawn: choose a smaller skip_start"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=level_of_caller())
         if log_lr:
             ax.set_xscale("log")
         ax.set_xlabel("Learning rate")

@@ -15,10 +15,10 @@ RUN = "trainer.run(train_loader, max_epochs="
 
 
 def changed(script: str, diff: str) -> str:
-    """Return the script with the lines of the diff, the first of which adds a line before those that change."""
+    """Return the script with the lines of the diff, the first of which adds two lines before those that change."""
     removed, added = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "-+")
-    script = script.replace(removed[0], f"{added[0]}\n{removed[0]}")
-    for old, new in zip(removed, added[1:], strict=True):
+    script = script.replace(removed[0], f"{added[0]}\n{added[1]}\n{removed[0]}")
+    for old, new in zip(removed, added[2:], strict=True):
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     return script

@@ -50,7 +50,8 @@ def test_the_events_have_the_names_values_and_order_of_the_api():
 def test_the_names_are_importable_from_the_module_of_events():
     assert events_module.Events is Events
     assert set(events_module.__all__) == {
-        "CallableEventWithFilter", "EventEnum", "Events", "EventsList", "OptimizerEvents", "RemovableEventHandle", "State"
+        *("CallableEventWithFilter", "EventEnum", "Events", "EventsList", "OptimizerEvents", "RemovableEventHandle"),
+        "State",
     }  # fmt: skip
 
 

@@ -126,6 +126,19 @@ def test_a_step_of_ones_own_counts_with_one_call_and_a_step_without_an_engine_do
     supervised_training_step(model, Optimizer(model), nn.functional.mse_loss)(None, BATCH)
 
 
+def test_a_step_that_never_fires_the_event_is_reported_where_the_run_was_started() -> None:
+    trainer = Engine(lambda engine, batch: None)
+    schedule = PiecewiseLinear(torch.optim.SGD([torch.zeros(1)], 0.1), "lr", [(0, 0.0), (6, 0.6)])
+    schedule.attach(trainer, STEPPED)
+    with pytest.warns(UserWarning, match="never ran.*fire_event") as caught:
+        trainer.run([1, 2])
+    assert [one.filename for one in caught] == [__file__]
+    other, _ = trainer_of(4)
+    other.add_event_handler(STEPPED, lambda: None)
+    other.add_event_handler(Events.ITERATION_COMPLETED(once=2), other.terminate)
+    other.run([BATCH] * 4)  # ends inside of a window, which is no reason to warn
+
+
 def test_truncated_backpropagation_steps_once_per_chunk() -> None:
     model = nn.RNN(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
