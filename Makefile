@@ -12,9 +12,9 @@ TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
 WITHOUT_TORCH = benchmarks messages data/test_orders.py data/test_partition.py distributed/agreement/test_ends.py \
     distributed/failures/test_verdicts.py distributed/test_environments.py distributed/test_main.py distributed/test_topology.py \
-    engine/test_data.py engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py engine/test_progress.py \
+    engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py engine/test_progress.py \
     handlers/checkpoint/test_cli.py handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py \
-    handlers/checkpoint/test_loading_resume.py handlers/checkpoint/test_retention.py handlers/test_early_stopping.py \
+    handlers/checkpoint/test_retention.py handlers/test_early_stopping.py \
     handlers/test_fbresearch_logger.py handlers/test_file_logger.py handlers/test_steps.py handlers/test_stores.py \
     handlers/test_time* handlers/test_tqdm_logger.py test_architecture.py test_base.py test_errors.py test_guards.py \
     test_migrate.py test_output.py test_packaging.py test_text.py
