@@ -148,7 +148,7 @@ class _SeededFetching:
 
     def _fetch_each(self, indices: Sequence[Any], key: int) -> list[Any]:
         """Fetch samples one by one, and all of them again if one draws from a generator that was not seeded for it."""
-        bits = [mixed(key, _number(index)) for index in indices]  # here in the caches, between samples not
+        bits = [mixed(key, _number(index)) for index in indices]  # all at once, while this code is in the caches
         while True:
             samples: list[Any] = []
             for generator in self._idle:

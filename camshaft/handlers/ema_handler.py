@@ -114,7 +114,7 @@ class EMAHandler(Serializable):
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.constant_(model.weight, 1.0)
-    >>> ema = EMAHandler(model, momentum=0.5)
+    >>> ema = EMAHandler(model, momentum=0.5, warmup_iters=0)
     >>> trainer = Engine(lambda engine, batch: nn.init.constant_(model.weight, batch))
     >>> ema.attach(trainer)
     >>> state = trainer.run([3.0, 4.0])
