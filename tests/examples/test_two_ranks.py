@@ -17,7 +17,7 @@ from tests.mpi.checking import OPEN_MPI
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {  # arguments, the pattern of a line with a number that is printed once, and the bounds of the number
     "mnist": (("--epochs", "2"), r"epoch 2: train accuracy ([\d.]+)%", 90, 100),
-    "resnet": (("--images", "800", "--epochs", "2"), r"epoch 2: .*of the average ([\d.]+)%", 40, 100),
+    "resnet": (("--images", "800", "--noise", "2", "--epochs", "2"), r"epoch 2: .*of the average ([\d.]+)%", 40, 100),
     "gan": (("--epochs", "14", "--show_every", "400"), r"step 400: distance ([\d.]+)", 0, 20),
     "reinforce": (("--epochs", "3", "--games", "16"), r"epoch 3: the pole stays up for (\d+)", 60, 500),
     "transformer": (("--epochs", "1", "--width", "32"), r"epoch 1: ([\d.]+) bits", 1, 6),
