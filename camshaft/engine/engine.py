@@ -128,6 +128,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self.state_dict_user_keys: list[str] = []
         self._process_function = process_function
         self._dispatcher = Dispatcher()
+        self._steps = self._dispatcher.plan(_STEP_COMPLETED)  # which fires too often to be looked up
         self._pending: dict[Pending, Any] = {}
         self._terminated_by = ""  # for the record of runs that ended early
         self.run_line, self.run_number, self.run_thread = "", 0, 0  # of the last call of run, see camshaft.activity
@@ -295,8 +296,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> engine.fire_event("halfway")
         half of it
         """
-        plan = self._dispatcher.plan(event_name)
-        if plan.event is _STEP_COMPLETED:
+        plan = self._steps if event_name is _STEP_COMPLETED else self._dispatcher.plan(event_name)
+        if plan is self._steps:
             self.state.optimizer_steps += 1
             if not plan.registrations:
                 return
@@ -521,7 +522,7 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _warn_if_no_step_was_fired(self, epoch: int) -> None:
         """Warn if handlers wait for steps of the optimizer which a whole epoch of this run did not fire."""
-        waits = self._dispatcher.plan(_STEP_COMPLETED).registrations and not self.state.optimizer_steps
+        waits = self._steps.registrations and not self.state.optimizer_steps
         if waits and epoch > self._progress.epoch:
             warnings.warn(
                 "handlers of OptimizerEvents.STEP_COMPLETED never ran: call engine.fire_event with this event in the "
