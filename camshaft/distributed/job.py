@@ -6,8 +6,9 @@ import atexit
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from contextvars import ContextVar
 from functools import partial
 from io import StringIO
@@ -27,7 +28,7 @@ from camshaft.distributed.backends.registry import adopt, joined, module_of, not
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.environments import detect, infer, torchrun_agent
 from camshaft.distributed.failures import debug as debug_mode
-from camshaft.errors import RankDivergenceError, RankFailedError, line_of_error
+from camshaft.errors import RankDivergenceError, RankFailedError, level_of_caller, line_of_error
 
 logger = logging.getLogger("camshaft.distributed")
 _serial = SerialBackend()
@@ -124,6 +125,17 @@ def install(create: Callable[[], Backend], debug: bool | None = None, hang_repor
         _process, _initialized = backend, True
     finally:
         _is_joining = False
+
+
+def warn_if_one_of_many(problem: str, remedy: str) -> None:
+    """Warn that processes of a launcher do not know each other: they may write the same files."""
+    launch = None
+    with suppress(RuntimeError):  # contradictory variables do not matter here
+        launch = detect(os.environ)
+    if launch is not None and launch.topology.world_size > 1 == current().topology.world_size:
+        started = f"a launcher started {launch.topology.world_size} processes"
+        text = f"{started}, but {problem}, so each of them runs on its own: {remedy}"
+        warnings.warn(text, stacklevel=level_of_caller())
 
 
 def finalize() -> None:

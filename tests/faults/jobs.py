@@ -23,7 +23,7 @@ from camshaft.distributed.failures.record import find, read
 from tests.faults import faulty
 from tests.limits import HANG
 from tests.machines import PYTHON, Machine, connect
-from tests.mpi.checking import OPEN_MPI
+from tests.mpi.checking import MPI_VARIABLES
 from tests.ranks import context
 from tests.torchrun.launching import Launched, torchrun
 
@@ -266,7 +266,7 @@ def _torchrun(arguments: list[str], debug: dict[str, str]) -> AbstractContextMan
 
 def _mpirun(arguments: list[str], debug: dict[str, str]) -> AbstractContextManager[Job]:
     mpirun = (str(Path(sys.executable).parent / "mpirun"), "-np", "2", sys.executable)
-    return Launched("-m", MODULE, *arguments, "--backend", "mpi", program=mpirun, **OPEN_MPI, **debug)
+    return Launched("-m", MODULE, *arguments, "--backend", "mpi", program=mpirun, **MPI_VARIABLES, **debug)
 
 
 Launch = Callable[[list[str], dict[str, str]], AbstractContextManager[Job]]

@@ -6,7 +6,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
+from camshaft.arguments import check_known
 from camshaft.distributed.topology import Topology
 
 
@@ -35,16 +36,6 @@ Group: TypeAlias = Any
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that this process can use, without an index, or ``None``."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
-def check_known(options: Iterable[str], known: Collection[str], where: str) -> None:
-    """Reject unknown options: ``"auto_model got unknown options ['colour']; it accepts ['size']"``.
-
-    Raises:
-        TypeError: an option is unknown.
-    """
-    if unknown := sorted(set(options) - set(known)):
-        raise TypeError(f"{where} got unknown options {unknown}; it accepts {sorted(known) or 'none'}")
 
 
 def check_ddp_options(options: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
@@ -128,7 +129,8 @@ def drain(group: Any) -> bool:
 
     This needs no other rank: operations on empty tensors pass through a worker thread but communicate nothing. A
     callback holds each thread in such an operation until all threads have arrived, so each has dropped what it held
-    before. Then the empty tensors are waited for.
+    before. Then this waits until they have dropped the empty tensor, too. The tensor stays alive meanwhile: a thread
+    that drops the last reference to it takes the GIL twice while holding a lock that the group's destructor waits for.
 
     A callback that is added when its operation has ended runs in this thread instead, so each try takes twice as long
     as the one before. Their number is the same on all ranks: each takes one of the tags by which collectives find each
@@ -144,7 +146,7 @@ def drain(group: Any) -> bool:
     if gloo is None:
         return True
     caller, size = threading.get_ident(), gloo.options._threads
-    all_are_held, called, passing = threading.Event(), threading.Semaphore(0), []
+    all_are_held, called = threading.Event(), threading.Semaphore(0)
     together = threading.Barrier(size, all_are_held.set)
 
     def hold(_: object) -> None:
@@ -153,23 +155,31 @@ def drain(group: Any) -> bool:
             with suppress(threading.BrokenBarrierError):
                 together.wait()
 
+    tensor = torch.empty(0, device="cpu")
+    own = _references(tensor)
     try:
         for number in range(_TRIES + size):
-            tensor = torch.empty(0, device="cpu")
-            passing.append(weakref.ref(tensor))
             count = 1 if all_are_held.is_set() else 16 << min(number, _TRIES)
             gloo.allreduce_coalesced([tensor] * count).get_future().add_done_callback(hold)
-            del tensor
             if not called.acquire(timeout=_PATIENCE):
                 return False
     finally:
         together.abort()  # lets go of threads that are held, now or later
     deadline = time.monotonic() + _PATIENCE
-    while any(tensor() is not None for tensor in passing):
+    while _references(tensor) != own:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.0001)  # without the GIL
     return all_are_held.is_set()
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """Return the reference counts of Python and of C++.
+
+    From torch 2.10 on, C++ holds one of Python's references, too. A worker thread takes the GIL to release that, and
+    does not need the GIL again. Before, only C++'s own count shows whether it holds the tensor.
+    """
+    return sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]  # torch's stubs
 
 
 def _gloo_of(group: Any) -> Any:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from camshaft.distributed.backends.contract import Backend, Group, check_known, check_no_closure, variable_set
+from camshaft.arguments import check_known
+from camshaft.distributed.backends.contract import Backend, Group, check_no_closure, variable_set
 from camshaft.distributed.backends.dtypes import WIDER, as_bytes, check_reducible, reduced_wider
 from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology

@@ -317,7 +317,7 @@ class Operation(dist.Work):
             self._group.world.calls.end(self._entry)
 
     def _lost(self, what: str) -> dist.DistBackendError:
-        """Give up the group, whose ranks no longer agree on what they exchange, and return the error to raise."""
+        """Abandon the group, whose ranks no longer agree on what they exchange, and return the error to raise."""
         self._end_entry()
         group = self._group
         place = "" if self._entry is None else f", collective {self._entry[1]} of this group,"

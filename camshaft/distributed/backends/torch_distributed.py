@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from camshaft.arguments import check_known
 from camshaft.distributed.backends import gloo_network
-from camshaft.distributed.backends.contract import Backend, Group, Work, accelerator, check_known
+from camshaft.distributed.backends.contract import Backend, Group, Work, accelerator
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_wider
 from camshaft.distributed.backends.release import release_groups
 from camshaft.distributed.backends.rendezvous import open_store

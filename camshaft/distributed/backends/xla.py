@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from camshaft.distributed.backends.contract import Backend, Group, check_known, check_no_closure
+from camshaft.arguments import check_known
+from camshaft.distributed.backends.contract import Backend, Group, check_no_closure
 from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 

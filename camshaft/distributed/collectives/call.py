@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft import activity
-from camshaft.arguments import check_type
-from camshaft.distributed.backends.contract import Backend, Group, check_known
+from camshaft.arguments import check_known, check_type
+from camshaft.distributed.backends.contract import Backend, Group
 from camshaft.distributed.collectives.values import check_dense
 from camshaft.distributed.failures import OUR_OWN, debug, translate
 from camshaft.distributed.failures.alone import alone, check_all_present

@@ -19,6 +19,7 @@ import signal
 import socket
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -69,6 +70,7 @@ class Snapshot:
         status: as last written by :meth:`Record.write_status`; empty if there is none. Of a process that crashed, with
             ``"crash"`` and the stack at that time, as far as ``faulthandler`` wrote them beside the record.
         start: the namespace of ``pid`` and the time when the process started, which no other process has in common.
+        script: name of the file that Python runs; ``""`` if it is unknown.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class Snapshot:
     host: str
     status: dict[str, Any]
     start: str = ""
+    script: str = ""
 
 
 class Record:
@@ -100,7 +103,7 @@ class Record:
     def __init__(self, rank: int, world_size: int, folder: Path | None = None) -> None:
         self._lock = threading.RLock()  # a signal handler may interrupt a write
         self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
-        self._facts["start"] = start_of(os.getpid())
+        self._facts |= {"start": start_of(os.getpid()), "script": os.path.basename(next(iter(sys.argv), ""))}
         self._job = ""
         temporary, self._file = _created(default_folders() if folder is None else [folder])
         self._map = mmap.mmap(self._file, _SIZE)
@@ -129,7 +132,7 @@ class Record:
             os.utime(self._file)  # writing to a mapped file does not update its time everywhere
 
     def catch_crashes(self) -> None:
-        """Let ``faulthandler`` write the stack of a crash beside the record, unless the user has enabled it before.
+        """Make ``faulthandler`` write the stack of a crash beside the record, unless the user has enabled it before.
 
         Raises:
             OSError: the file cannot be created.
@@ -292,6 +295,7 @@ def read(path: Path) -> Snapshot | None:
                 host=str(header["host"]),
                 status=status if is_alive else status | _crash(path.with_suffix(_STACKS), status.get("thread")),
                 start=str(header.get("start", "")),
+                script=str(header.get("script", "")),
             )
     except _UNREADABLE:
         return None

@@ -72,7 +72,7 @@ class Observer:
     def __init__(self, trace: Trace, main_thread: int) -> None:
         self._trace, self._main = trace, main_thread
         self._unfinished: list[Any] = []
-        self._unfinished_since = 0.0
+        self._unfinished_since = self._unfinished_at = 0.0
         self._last = (0.0, 0.0, 0.0)  # time, and seconds of CPU of the process and of the main thread
         self._idle_for = 0.0
         self._places: dict[int, tuple[Any, float]] = {}  # by thread, where it is, and since when
@@ -90,15 +90,14 @@ class Observer:
         status: dict[str, Any] = {
             "time": now,
             "thread": self._main,
-            "engines": [_engine(engine) for engine in activity.in_thread(self._main)],
-            "ended": [end._asdict() for end in tuple(activity.early_ends)],
             "stack": stack,
             "doing": doing,
             "inside": next(([one.what, one.where] for one in reversed(inside.get(self._main, ()))), None),
-            "strays": list(strays),
             **self._processor(now, frames),
         }
         unfinished = self._trace.unfinished()
+        if unfinished or self._unfinished:
+            self._unfinished_at = now
         if unfinished != self._unfinished or not unfinished:
             self._unfinished, self._unfinished_since = unfinished, now
         status["waits_for"] = now - self._unfinished_since
@@ -106,11 +105,16 @@ class Observer:
             found = self._trace.read(now, is_urgent)
             if found is not None:
                 status |= self._calls(found, frames, now)
-        return status
+        # read after the calls, as what explains a call happened before it
+        return status | {
+            "engines": [_engine(engine) for engine in activity.in_thread(self._main)],
+            "ended": [end._asdict() for end in tuple(activity.early_ends)],
+            "strays": list(strays),
+        }
 
     def may_have_failed(self, call: Call) -> bool:
-        """Return False if a call had completed when this process was last described."""
-        return not call.is_done or bool(self._unfinished) or call.began > self._last[0]
+        """Return whether a call may have failed just now; torch soon lists one that has failed as completed."""
+        return not call.is_done or max(call.began, self._unfinished_at) > self._last[0] - PATIENCE
 
     def _processor(self, now: float, frames: Mapping[int, FrameType]) -> dict[str, float]:
         """Return the use of the processor since the last time."""

@@ -235,7 +235,7 @@ class Watcher(Resource):
             known = [one for rank, one in local.items() if rank in ranks and rank != self._rank]
             wait = verdicts.lost_call(self._rank, lost)
             ended = [one for one in known if verdicts.has_ended(one) and not verdicts.has_sent(one, wait)]
-            if self._final or ended or any(one.status.get("lost") for one in known):
+            if self._final or _first_final(known) or ended or any(one.status.get("lost") for one in known):
                 return True
             if not self._thread.is_alive() or self._has_verdict.wait(URGENT):
                 break
@@ -352,7 +352,7 @@ class Watcher(Resource):
             self._record.write_status(status)
 
     def _name_record(self, job: str) -> None:
-        """Let other ranks find the record of this one, also if it dies before its next round."""
+        """Allow other ranks to find the record of this one, also if it dies before its next round."""
         if self._record is not None:
             self._record.job = job
 

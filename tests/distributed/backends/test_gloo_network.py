@@ -5,12 +5,14 @@ What can be tested of the network on one host; `tests/hosts` has two.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -88,6 +90,36 @@ def test_no_worker_thread_holds_an_operation_after_the_run():
     threading.Timer(0.1, held.let_go.set).start()
     idist.finalize()
     assert held.is_over
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_passes_through_the_worker_threads_dies_in_the_thread_that_drains_them(monkeypatch):
+    """A worker thread needs the GIL to free it, and whoever frees the group waits for that thread and keeps the GIL."""
+    threads, references, empty = [], [], torch.empty
+
+    def watched(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        references.append(weakref.ref(tensor, lambda _: threads.append(threading.get_ident())))
+        return tensor
+
+    idist.initialize("gloo")
+    monkeypatch.setattr(torch, "empty", watched)
+    assert gloo_network.drain(dist.group.WORLD)
+    assert threads
+    assert set(threads) == {threading.get_ident()}
+    assert len(threads) == len(references)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_group_is_drained_when_neither_python_nor_c_plus_plus_counts_another_reference(monkeypatch):
+    idist.initialize("gloo")
+    counts = Mock(side_effect=[(2, 1), (3, 1), (2, 2), (2, 1)])
+    monkeypatch.setattr(gloo_network, "_references", counts)
+    assert gloo_network.drain(dist.group.WORLD)
+    assert counts.call_count == 4
+    counts.side_effect = itertools.chain([(2, 1)], itertools.repeat((3, 1)))
+    monkeypatch.setattr(gloo_network, "_PATIENCE", 0.5)  # too short for a slow machine, with the same result
+    assert not gloo_network.drain(dist.group.WORLD)
 
 
 def test_a_run_can_end_during_an_operation_that_never_completes():

@@ -44,7 +44,7 @@ def snapshot(path: Path) -> Snapshot:
 
 def test_a_record_says_who_writes_it_and_what_was_written_last(record: Record) -> None:
     host, start = socket.gethostname(), module.start_of(os.getpid())
-    expected = Snapshot(record.path, "", 1, 2, os.getpid(), True, host, {}, start)
+    expected = Snapshot(record.path, "", 1, 2, os.getpid(), True, host, {}, start, Path(sys.argv[0]).name)
     assert snapshot(record.path) == expected
     record.job = "job 3"
     for status in ({"time": 1.5, "engines": [{"epoch": 2}], "left": None}, {"text": 'ä "quoted"\n'}, {}):

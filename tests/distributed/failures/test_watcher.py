@@ -20,7 +20,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed import job
 from camshaft.distributed.backends import torch_distributed as native
-from camshaft.distributed.failures import record, trace, translate, watch
+from camshaft.distributed.failures import record, status, trace, translate, watch
 from camshaft.distributed.failures import watcher as module
 from camshaft.distributed.failures.record import Node, Record
 from camshaft.distributed.failures.watcher import Watcher
@@ -28,6 +28,7 @@ from camshaft.engine import Engine
 from camshaft.errors import RankDivergenceError, RankFailedError
 from tests.distributed.failures.stand_in import StoreOnly, needs_recorder, snapshot, waiting, watching
 from tests.guards import outlasting
+from tests.limits import HANG
 from tests.ranks import await_watchers, on_ranks
 
 
@@ -142,6 +143,34 @@ def test_a_rank_that_leaves_is_named_by_the_one_that_waits_for_it_also_within_ba
         engine.run(range(3000))
 
 
+@needs_recorder
+@on_ranks(2)
+def test_a_rank_that_leaves_is_named_also_if_the_watcher_has_looked_since_the_operation_failed() -> None:
+    """torch then lists the operation as completed."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    await_watchers()
+    if idist.get_rank() == 1:
+        job.finalize()
+        return
+    with mock.patch.object(status, "PATIENCE", HANG):
+        with pytest.raises(RuntimeError) as caught:
+            while True:
+                model(torch.ones(1, 2)).sum().backward()
+        assert not outlasting(own_watcher()._trace.unfinished)
+        then = time.monotonic()
+        assert not outlasting(lambda: own_watcher()._observer._last[0] < then)
+        assert "rank 1 has left the run without an error" in str(translate(caught.value, job.current()))
+
+
+@pytest.mark.parametrize("status", [{}, {"final": {"kind": "diverged", "text": "the ranks differ", "traceback": ""}}])
+def test_an_operation_may_fail_because_the_rank_that_gave_the_verdict_has_raised_it_already(status: Any) -> None:
+    """That rank closes its connections, maybe before this one has looked for a verdict."""
+    watcher = Watcher(StoreOnly(dist.HashStore()), None)  # without a thread
+    watcher._node = mock.Mock(**{"read.return_value": {1: snapshot(1, **status)}})
+    lost = {"ranks": "0-1", "key": ("0", 27), "operation": "all_reduce", "value": "", "line": "", "via": "", "what": ""}
+    assert watcher._is_in_trouble(lost, frozenset((0, 1))) == bool(status)
+
+
 @pytest.mark.parametrize("records", sorted({False, trace.RECORDS_GLOO}))
 @on_ranks(2)
 def test_different_collectives_end_both_ranks_with_a_table(records: bool) -> None:
@@ -252,6 +281,8 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
     assert not outlasting(lambda: not any(one.status.get("left") for one in watcher._local.values()))
     then = time.monotonic()
     assert not outlasting(lambda: watcher._observer._last[0] < then)  # it has seen that no call was running
+    then = time.monotonic() + status.PATIENCE
+    assert not outlasting(lambda: watcher._observer._last[0] < then)  # and that none can have failed lately
     errors: list[BaseException] = []
 
     def look_up() -> None:
