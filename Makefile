@@ -8,16 +8,17 @@
 PYTHON ?= python3
 ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
-TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
+TWO = -n 2 --dist loadgroup  # at a time, because they mostly wait; tests in one xdist_group share a job or a site
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
-WITHOUT_TORCH = benchmarks messages data/test_orders.py data/test_partition.py distributed/agreement/test_ends.py \
-    distributed/failures/test_verdicts.py distributed/test_environments.py distributed/test_main.py distributed/test_topology.py \
-    engine/test_dispatch* engine/test_events* engine/test_loop* engine/test_machine.py engine/test_progress.py \
-    handlers/checkpoint/test_cli.py handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py \
-    handlers/checkpoint/test_retention.py handlers/test_early_stopping.py \
-    handlers/test_fbresearch_logger.py handlers/test_file_logger.py handlers/test_steps.py handlers/test_stores.py \
-    handlers/test_time* handlers/test_tqdm_logger.py test_architecture.py test_base.py test_errors.py test_guards.py \
-    test_migrate.py test_output.py test_packaging.py test_text.py
+WITHOUT_TORCH = benchmarks data/test_common_progress.py data/test_orders.py data/test_partition.py data/test_samplers.py \
+    distributed/agreement/test_ends.py distributed/failures/test_record.py distributed/failures/test_verdicts.py \
+    distributed/test_environments.py distributed/test_main.py distributed/test_topology.py engine/test_dispatch* \
+    engine/test_events* engine/test_loop* engine/test_machine.py engine/test_progress.py handlers/checkpoint/test_cli.py \
+    handlers/checkpoint/test_crashes.py handlers/checkpoint/test_handler_names.py handlers/checkpoint/test_loading_resume.py \
+    handlers/checkpoint/test_retention.py handlers/test_early_stopping.py handlers/test_fbresearch_logger.py \
+    handlers/test_file_logger.py handlers/test_steps.py handlers/test_stores.py handlers/test_time* \
+    handlers/test_tqdm_logger.py messages test_architecture.py test_base.py test_errors.py test_guards.py test_migrate.py \
+    test_output.py test_packaging.py test_text.py
 
 .PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-ray test-browser test-docs site bench bench-gpu format clean
 
@@ -32,7 +33,7 @@ test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
 
 # tests with another version of torch, next to other libraries that are often installed: make test-torch VERSION=2.15.0
-# Only `make test` runs what does not depend on torch: doctests, and tests of files, texts, environments, and verdicts.
+# Only `make test` runs what does not depend on the version of torch: doctests, and tests of files, orders, texts, and verdicts.
 test-torch:
 	@$(if $(VERSION),,$(error which torch? make test-torch VERSION=2.15.0))
 	@$(ENVIRONMENT) torch-$(VERSION) python -m pytest $(FILES) tests $(WITHOUT_TORCH:%=--ignore-glob='tests/%') $(ARGS)
@@ -76,7 +77,7 @@ test-restarts:
 
 # experiment trackers, each with its own server, store, or files on this machine; takes 2 GB of disk space
 test-loggers:
-	@$(ENVIRONMENT) loggers python -m pytest -m "not browser" tests/loggers $(ARGS)
+	@$(ENVIRONMENT) loggers python -m pytest -m "not browser" $(FILES) tests/loggers $(ARGS)
 
 # MONAI, Optuna, ptan, and others that were written for PyTorch-Ignite, and its examples, on camshaft unmodified
 test-clients:

@@ -57,6 +57,7 @@ def training(config: argparse.Namespace) -> None:
     @trainer.on(Events.ITERATION_COMPLETED(once=55))
     def fail() -> None:
         if config.kill and stored is None and idist.get_rank() == 1:
+            ray.train.get_all_reported_checkpoints()  # waits until Ray has stored what was reported
             os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.run(loader, max_epochs=config.epochs)

@@ -36,7 +36,7 @@ def share(processes: int, cores: int) -> int | None:
 
 
 def limit(threads: int | None) -> None:
-    """Let torch compute with no more threads, unless the user has chosen their number."""
+    """Make torch compute with no more threads, unless the user has chosen their number."""
     if threads is not None and threads < (present := torch.get_num_threads()) and _is_default(present):
         torch.set_num_threads(threads)
 

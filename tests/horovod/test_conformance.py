@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.conformance import CHECKS
 from tests.horovod.checking import horovodrun
 
+pytestmark = pytest.mark.xdist_group("conformance")
 # read, not imported: the test process must not import Horovod
 FILES = sorted(Path(__file__).parent.glob("check_*.py"))
 OF_HOROVOD = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]

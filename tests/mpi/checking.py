@@ -13,8 +13,10 @@ import torch.distributed as dist
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
-# Let Open MPI run as root and with more ranks than cores; MPICH ignores these.
-OPEN_MPI = {
+# Let waiting ranks yield their core, and Open MPI run as root and with more ranks than cores.
+MPI_VARIABLES = {
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -25,7 +27,7 @@ OPEN_MPI = {
 def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments under mpirun."""
     launcher = [str(Path(sys.executable).parent / "mpirun"), "-np", str(ranks)]
-    environment = {**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **MPI_VARIABLES, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [*launcher, sys.executable, "-W", "error::UserWarning", *arguments]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, timeout=HANG, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from tests.limits import FOREVER, TIMEOUT
-from tests.mpi.checking import OPEN_MPI
+from tests.mpi.checking import MPI_VARIABLES
 from tests.spawning import Unloadable, call_another_collective, end_with_parent, fail, run, write_context
 
 pytestmark = pytest.mark.jobs
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.jobs
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**OPEN_MPI, "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {**MPI_VARIABLES, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
 
 

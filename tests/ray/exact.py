@@ -49,6 +49,7 @@ def training(config: dict[str, Any]) -> None:
         marker = Path(config["folder"], f"{config['how']} was here")
         if idist.get_rank() == 1 and not marker.exists():
             marker.touch()
+            ray.train.get_all_reported_checkpoints()  # a failure would lose what Ray has not yet stored
             if config["how"] == "raise":
                 raise RuntimeError("the end of this attempt")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -36,6 +36,7 @@ def run(folder: Path, *command: object, fails: bool = False) -> str:
             "RAY_DEDUP_LOGS": "0",
             "RAY_TMPDIR": short,
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how long a report takes
+            "RAY_worker_niceness": "0",  # not 15, with which workers hardly run beside other tests
         }
         done = subprocess.run(
             [sys.executable, *map(str, command)],
@@ -70,8 +71,7 @@ def test_workers_know_their_place_on_two_nodes(tmp_path: Path) -> None:
 def test_every_sample_is_read_once_after_a_failed_run_another_number_of_workers_and_a_kill(tmp_path: Path) -> None:
     run(tmp_path, FOLDER / "exact.py", tmp_path, 2, 8, "raise", fails=True)
     output = run(tmp_path, FOLDER / "exact.py", tmp_path, 3, 13, "kill")
-    first, second = sorted(int(re.findall(r"iteration (\d+)", place)[0]) for place in resumed(output))
-    assert 1 < first <= 9 < second <= 13, output
+    assert {place.split(", ")[1] for place in resumed(output)} == {"iteration 7", "iteration 13"}, output
     seen = Counter[tuple[int, int]]()
     for record in (tmp_path / "records").iterdir():  # an attempt replaces what one before it has read further on
         for line in record.read_text().splitlines():
