@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from numbers import Integral, Real
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -114,6 +115,44 @@ def without_annotations(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature as it is shown in messages."""
     parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     return signature.replace(parameters=parameters, return_annotation=signature.empty)
+
+
+def check_keywords(kind: type[Any], keywords: Iterable[str], function: Callable[..., Any], *given: str) -> None:
+    """Raise ``TypeError`` unless a function takes the keyword arguments that a constructor passes on to it.
+
+    Args:
+        kind: the class that is constructed.
+        keywords: the names of these arguments.
+        function: the function.
+        given: its parameters that are not for keywords of the user. If it has ``**kwargs``, any keyword is accepted,
+            unless they are among these.
+    """
+    if not keywords:
+        return  # signatures take a while
+    own, passed = (inspect.signature(one).parameters.values() for one in (kind, function))
+    if all(one.kind is not one.VAR_KEYWORD or one.name in given for one in passed):
+        known = [one.name for one in (*own, *passed) if one.kind is not one.VAR_KEYWORD and one.name not in given]
+        check_known(keywords, known, kind.__name__)
+
+
+def check_known(options: Iterable[str], known: Collection[str], where: str) -> None:
+    """Reject unknown options.
+
+    >>> check_known(["siz"], ["size", "weight"], "auto_model")
+    Traceback (most recent call last):
+    TypeError: auto_model got unknown options ['siz']; did you mean ['size']?
+    >>> check_known(["colour"], ["size", "weight"], "auto_model")
+    Traceback (most recent call last):
+    TypeError: auto_model got unknown options ['colour']; it accepts ['size', 'weight']
+
+    Raises:
+        TypeError: an option is unknown.
+    """
+    if unknown := sorted(set(options) - set(known)):
+        meant = [close for one in unknown for close in get_close_matches(one, known, n=1, cutoff=0.8)]
+        is_clear = len(meant) == len(unknown)
+        hint = f"did you mean {meant}?" if is_clear else f"it accepts {sorted(known) or 'none'}"
+        raise TypeError(f"{where} got unknown options {unknown}; {hint}")
 
 
 def check_callable(name: str, value: Any, arguments: str | None = None) -> None:

@@ -88,7 +88,7 @@ class _Utils(SourceFileLoader):
 
 
 def _install() -> None:
-    """Let ``import ignite`` find camshaft in this process.
+    """Make ``import ignite`` find camshaft in this process.
 
     Raises:
         ImportError: pytorch-ignite is not installed, or was imported before.
@@ -111,7 +111,7 @@ def _install() -> None:
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        """Let a process that does not run the main module again import this one: it unpickles the function."""
+        """Make a process that does not run the main module again import this one: it unpickles the function."""
         data: dict[str, Any] = prepare(name)
         return data if data.get("init_main_from_name") == __name__ else {**data, "camshaft": _install}
 
@@ -198,7 +198,7 @@ def _compiled(script: str) -> tuple[str, str | None, CodeType]:
 
 
 def _report(script: str, process: int) -> None:
-    """Say once per job what ran on what."""
+    """Report once per job what ran on what."""
     launch = None
     with suppress(RuntimeError):  # contradictory variables do not matter here
         launch = detect(os.environ)

@@ -1,8 +1,9 @@
 """Port scripts and notebooks from PyTorch-Ignite: ``python -m camshaft.migrate [--write] PATHS``.
 
 Imports, and the uses of what ``import ignite`` binds, are replaced where they stand; everything else in a script keeps
-its bytes. Imports of ``ignite.metrics``, and of names that camshaft does not have, are left unchanged. What a user has
-to change is reported line by line, also in files whose imports have been rewritten.
+its bytes. Imports of ``ignite.metrics``, of ``ignite.exceptions``, and of names that camshaft does not have, are left
+unchanged. What a user has to change is reported line by line, also in files whose imports have been rewritten, and in
+YAML files. A comment ``# migrated`` at the end of a reported line acknowledges the report.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import re
 import sys
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from camshaft.files import write_atomically
+from camshaft.interop import REPLACEMENTS
 from camshaft.text import counted
 
 try:
@@ -43,7 +45,10 @@ except ModuleNotFoundError as error:
 PAGE = "docs/reference/pytorch-ignite.md"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages", "venv")
 _PACKAGES = ("camshaft", "ignite")
-_MODULE_NAME = re.compile(r"ignite(\.(?!metrics)\w+)*")
+_YAML = (".yaml", ".yml")
+_NAME = re.compile(r"(?<![\w./-])ignite(\.[^\W\d]\w*)*")  # not in pytorch-ignite, nor in a path
+_STAYS = re.compile(r"ignite\.((contrib\.)?metrics|exceptions)\b")  # metrics, and the error that only they raise
+_IN_TEXT = "{!r} is not rewritten: if it names a logger, a module, or a class, change it to {!r}"
 _VERSION = "__version__ becomes that of camshaft: change code that compares it, and text that names PyTorch-Ignite"
 
 # --- what a user has to change --------------------------------------------------------------------------------------
@@ -53,54 +58,54 @@ class Change(NamedTuple):
     """A change that calls need which a rewritten import does not make.
 
     Attributes:
-        names: of the functions and classes of PyTorch-Ignite, separated by blanks. A name that begins with a dot
-            is that of a method, of whatever object.
-        section: of the migration page.
+        names: of the functions and classes of PyTorch-Ignite, separated by blanks; those of other packages in full. A
+            name that begins with a dot is that of an attribute, of whatever object, also where it is not called.
+        section: of the reference page.
         text: what to change, and why.
         keyword: only calls that pass it are affected.
+        unless: keywords, and positions from 0: calls that pass one of them are not affected.
     """
 
     names: str
     section: str
     text: str
     keyword: str = ""
+    unless: str = ""
 
 
 CHANGES = (
-    Change("ModelCheckpoint", "checkpoints",
+    Change("ModelCheckpoint", "what-raises-an-error-now",
         "save_interval= does not exist: attach the handler to an event with a filter, such as "
         "Events.ITERATION_COMPLETED(every=100)", keyword="save_interval"),
-    Change("ModelCheckpoint", "checkpoints",
+    Change("ModelCheckpoint", "what-raises-an-error-now",
         "save_as_state_dict= does not exist: remove it, as only states are saved", keyword="save_as_state_dict"),
     Change(".listdir .iterdir", "checkpoints",
         "in a directory of checkpoints, the hidden folder .manifest is listed, too: use glob('*.pt')"),
-    Change("load_objects .load_objects", "loading-the-checkpoint-of-a-running-job",
-        "checkpoints of PyTorch-Ignite load, except for the states of LRScheduler, ReduceLROnPlateauScheduler, "
-        "ConcatScheduler, and warm-ups; run returns at once if the loaded state has reached its target. Once the job "
-        "has saved with camshaft, use resume_latest() of the Checkpoint that saves"),
+    Change(".load_objects", "loading-the-checkpoint-of-a-running-job",
+        "once the job has saved with camshaft, use resume_latest() of the Checkpoint that saves"),
+    Change("torch.load", "checkpoints",
+        "does not verify a checkpoint: pass its path to Checkpoint.load_objects, which compares the checksum"),
     Change("LRScheduler ReduceLROnPlateauScheduler ConcatScheduler create_lr_scheduler_with_warmup",
         "schedules-of-a-running-job",
-        "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: leave it out, "
-        "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)"),
-    Change("EMAHandler", "handlers",
-        "the momentum warms up unless momentum_warmup= is passed: warmup_iters=0 gives the average of PyTorch-Ignite"),
-    Change("OutputHandler .attach_output_handler", "loggers",
+        "if you continue a running job, its state in a checkpoint of PyTorch-Ignite is rejected, as it counts calls in "
+        "another way: leave it out, and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)"),
+    Change("LRScheduler", "what-changes-results",
+        "on ITERATION_COMPLETED it needs use_legacy=True, or rates are one iteration late", unless="use_legacy"),
+    Change("EMAHandler", "what-changes-results",
+        "the momentum warms up: warmup_iters=0 gives the average of PyTorch-Ignite",
+        unless="momentum_warmup warmup_iters 2"),
+    Change("OutputHandler .attach_output_handler", "what-raises-an-error-now",
         "another_engine= does not exist: pass global_step_transform=global_step_from_engine(engine), a function of "
         "camshaft.handlers", keyword="another_engine"),
     Change("AveragePrecision CohenKappa EpochMetric MatthewsCorrCoef PrecisionRecallCurve ROC_AUC RocCurve "
-        "MedianAbsoluteError MedianAbsolutePercentageError MedianRelativeAbsoluteError", "metrics",
+        "MedianAbsoluteError MedianAbsolutePercentageError MedianRelativeAbsoluteError",
+        "what-raises-an-error-now",
         "is rejected in a job of several ranks, because it gathers samples as if every rank had the same number: use "
         "camshaft.handlers.attach_metrics with a metric of torchmetrics"),
-    Change("._fire_event ._internal_run ._run_once_on_dataset", "not-included",
+    Change("._fire_event ._event_handlers ._allowed_events ._internal_run ._run_once_on_dataset",
+        "what-raises-an-error-now",
         "does not exist: to fire an event use fire_event, to observe one register a handler"),
 )  # fmt: skip
-REPLACEMENTS = {
-    **dict.fromkeys(("VisdomLogger", "setup_visdom_logging"), "TensorboardLogger, setup_tb_logging"),
-    **dict.fromkeys(
-        ("NeptuneLogger", "NeptuneSaver", "PolyaxonLogger", "setup_neptune_logging", "setup_plx_logging"),
-        "WandBLogger, MLflowLogger, or ClearMLLogger, and their setup functions",
-    ),
-}
 
 
 class Note(NamedTuple):
@@ -123,8 +128,8 @@ def moved(path: str) -> str | None:
     >>> moved("ignite.metrics")
     """
     name = re.sub(r"^ignite(\.contrib(?=\.handlers))?", "camshaft", path)
-    if re.search(r"\._(?!_)", name):
-        return None  # something private of the same name would not be the same
+    if _STAYS.match(path) or re.search(r"\._(?!_)", name):  # what is private may have the same name and differ
+        return None
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -162,7 +167,13 @@ def migrate(source: str) -> tuple[str, list[Note]]:
     data = source.encode()
     for (start, end), text in sorted(migration.edits.items(), reverse=True):
         data = data[:start] + text.encode() + data[end:]
-    return data.decode(), sorted(migration.notes) if migration.concerns_us else []
+    return data.decode(), _unacknowledged(migration.notes, source) if migration.concerns_us else []
+
+
+def _unacknowledged(notes: Iterable[Note], source: str) -> list[Note]:
+    """Return the notes on lines that do not end with a comment that acknowledges them."""
+    lines = source.split("\n")
+    return sorted(note for note in notes if not lines[note.line - 1].rstrip().endswith("# migrated"))
 
 
 def _check(source: str) -> None:
@@ -207,9 +218,12 @@ class _Migration(cst.CSTVisitor):
         for alias in node.names:
             name = alias.evaluated_name
             self.concerns_us |= _root(name) in _PACKAGES
-            if _root(name) == "ignite" and (alias.asname is None or name == "ignite"):
+            if _root(name) != "ignite":
+                continue
+            self._report_missing(alias, name)
+            if alias.asname is None or name == "ignite":
                 self._binders.setdefault(alias.evaluated_alias or "ignite", []).append(alias)
-            elif _root(name) == "ignite" and (new := moved(name)):
+            elif new := moved(name):
                 self._edit(alias.name, new)
         return False
 
@@ -219,12 +233,12 @@ class _Migration(cst.CSTVisitor):
         if _root(module) != "ignite":
             return False
         if isinstance(node.names, cst.ImportStar):
-            modules = [moved(module) or module]
+            paths, modules = [module], [moved(module) or module]
         else:
             paths = [f"{module}.{alias.evaluated_name}" for alias in node.names]
             modules = [(moved(path) or path).rpartition(".")[0] for path in paths]
-            for path in paths:
-                self._report_missing(node, path)
+        for path in paths:
+            self._report_missing(node, path)
         if len({*modules}) > 1:
             self._split(node, modules)
         elif node.module is not None and modules[0] != module:
@@ -256,6 +270,7 @@ class _Migration(cst.CSTVisitor):
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         chain: list[Any] = [node]
         while isinstance(chain[0], cst.Attribute):
+            self._report_changes(chain[0], {f".{chain[0].attr.value}"}, {""})
             chain.insert(0, chain[0].value)
         if isinstance(chain[0], cst.Name):
             self._use(chain)
@@ -272,8 +287,8 @@ class _Migration(cst.CSTVisitor):
         origin = self._origin(whole)
         if not names and self._origin(chain[0]) == "ignite":  # LibCST names no attribute that an import below it binds
             origin = path
-        if origin.endswith("ignite.__version__"):
-            self._note(whole, _VERSION, "imports")
+        if origin and (len(chain) > 1 or origin == "ignite.__version__"):  # other names are reported in their import
+            self._report_missing(whole, origin)
         if origin != path:
             return  # not of what `import ignite` binds
         if len(names) > 1:
@@ -302,31 +317,33 @@ class _Migration(cst.CSTVisitor):
     # --- notes
 
     def visit_Call(self, node: cst.Call) -> None:
-        path = self._origin(node.func)
-        name = path.rpartition(".")[2]
-        if not path and isinstance(node.func, cst.Attribute):
-            name = f".{node.func.attr.value}"
-        keywords = {"", *(one.keyword.value for one in node.args if one.keyword)}
+        names = {name.rpartition(".")[2] if _root(name) in _PACKAGES else name for name in self._imported(node.func)}
+        if isinstance(node.func, cst.Attribute):
+            names.add(f".{node.func.attr.value}")
+        arguments = enumerate(node.args)
+        passed = {one.keyword.value if one.keyword else one.star or str(position) for position, one in arguments}
+        self._report_changes(node, names, {"", *passed})
+
+    def _report_changes(self, node: cst.CSTNode, names: set[str], passed: set[str]) -> None:
         for change in CHANGES:
-            if name in change.names.split() and change.keyword in keywords:
-                self._note(node, f"{name.removeprefix('.')}: {change.text}", change.section)
-        if path:
-            self._report_missing(node, path)
+            named = names.intersection(change.names.split())
+            if named and change.keyword in passed and passed.isdisjoint(change.unless.split()):
+                self._note(node, f"{named.pop().removeprefix('.')}: {change.text}", change.section)
 
     def _report_missing(self, node: cst.CSTNode, path: str) -> None:
-        name = path.rpartition(".")[2]
+        parts = path.split(".")
+        replaced = next((part for part in parts if part in REPLACEMENTS), None)
+        missing = next((part for end, part in enumerate(parts, 1) if moved(".".join(parts[:end])) is None), None)
         if path == "ignite.__version__":
             self._note(node, _VERSION, "imports")
-        elif name in REPLACEMENTS:
-            self._note(node, f"{name} is not included: use {REPLACEMENTS[name]}", "not-included")
-        elif not re.match(r"camshaft|ignite\.(contrib\.)?metrics", path) and moved(path) is None:
-            self._note(node, f"{name} stays with PyTorch-Ignite, because camshaft does not have it", "not-included")
+        elif replaced:
+            self._note(node, f"{replaced} is not included: use {REPLACEMENTS[replaced]}", "not-included")
+        elif missing and not _STAYS.match(path):
+            self._note(node, f"camshaft does not have {missing}: replace it, or import it from ignite", "not-included")
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        if "b" not in node.prefix and _MODULE_NAME.fullmatch(name := node.raw_value):
-            new = moved(name) or name.replace("ignite", "camshaft", 1)
-            text = f"the string {name!r} is not rewritten: if it names a logger, a module, or a class, change it to"
-            self._note(node, f"{text} {new!r}", "imports")
+        if "b" not in node.prefix and _NAME.fullmatch(node.raw_value) and (note := _note_on_name(node.raw_value)):
+            self._note(node, *note)
 
     def _note(self, node: cst.CSTNode, text: str, section: str) -> None:
         start = self.get_metadata(metadata.ByteSpanPositionProvider, node).start
@@ -338,9 +355,19 @@ class _Migration(cst.CSTVisitor):
 
     def _origin(self, node: cst.CSTNode) -> str:
         """Return the full name in PyTorch-Ignite or camshaft that an expression refers to, or an empty string."""
+        return next((name for name in self._imported(node) if _root(name) in _PACKAGES), "")
+
+    def _imported(self, node: cst.CSTNode) -> list[str]:
         names = self.get_metadata(metadata.QualifiedNameProvider, node, ())
-        imported = (one.name for one in names if one.source is metadata.QualifiedNameSource.IMPORT)
-        return next((name for name in imported if _root(name) in _PACKAGES), "")
+        return [one.name for one in names if one.source is metadata.QualifiedNameSource.IMPORT]
+
+
+def _note_on_name(name: str) -> tuple[str, str] | None:
+    """Return what to report of a name in a text, and the section; ``None`` if there is nothing to change."""
+    if replacement := REPLACEMENTS.get(name.rpartition(".")[2]):
+        return f"{name!r} is not included: use {replacement}", "not-included"
+    new = moved(name)
+    return None if new is None else (_IN_TEXT.format(name, new), "imports")
 
 
 def _root(path: str) -> str:
@@ -419,7 +446,13 @@ def _without_commands(code: str, number: int) -> str:
 def _migrate_text(path: Path, text: str) -> tuple[str, list[tuple[str, Note]]]:
     if path.suffix == ".ipynb":
         return migrate_notebook(text)
-    new, notes = migrate(text)
+    if path.suffix in _YAML:
+        names = {(line, one[0]) for line, content in enumerate(text.split("\n"), 1) for one in _NAME.finditer(content)}
+        dotted = [(line, name) for line, name in names if "." in name]  # `ignite` may be anything
+        notes = [Note(line, *note) for line, name in dotted if (note := _note_on_name(name))]
+        new, notes = text, _unacknowledged(notes, text)
+    else:
+        new, notes = migrate(text)
     return new, [(str(note.line), note) for note in notes]
 
 
@@ -464,14 +497,14 @@ def _lines(text: str) -> list[str]:
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files to read: scripts and notebooks in folders, and any file that is given explicitly."""
+    """Yield the files to read: scripts, notebooks, and YAML files in folders, and files that are given explicitly."""
     for path in paths:
         if not path.is_dir():
             yield path
             continue
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in _SKIPPED_FOLDERS)
-            yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
+            yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb", *_YAML)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -487,11 +520,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m camshaft.migrate",
         description="Rewrite the imports of scripts and notebooks from PyTorch-Ignite to camshaft. Print a unified "
-        "diff, and report on standard error, line by line, what else may have to change. Imports of ignite.metrics "
-        "stay.",
+        "diff, and report on standard error, line by line, what else may have to change, also in YAML files. A comment "
+        "'# migrated' at the end of a reported line silences the report. Imports of ignite.metrics and "
+        "ignite.exceptions stay.",
     )
     parser.add_argument("--write", action="store_true", help="change the files")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATHS", help="files, or folders with scripts")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATHS", help="files, or folders that contain them")
     options = parser.parse_args(arguments)
     changed = failed = 0
     for path in _files(options.paths):

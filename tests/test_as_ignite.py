@@ -223,3 +223,30 @@ def test_ranks_of_torchrun_report_once(tmp_path: Path) -> None:
     done = run(*torchrun, "train.py", folder=tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout.splitlines() == ["2 camshaft.distributed"] * 2
     assert done.stderr.count(" ran on camshaft ") == 1
+
+
+def test_a_name_that_camshaft_does_not_have_is_an_error_that_names_its_replacement(tmp_path: Path) -> None:
+    script = "import camshaft.as_ignite\nfrom ignite.contrib.handlers import VisdomLogger"
+    done = run(sys.executable, "-c", script, folder=tmp_path, code=1)
+    assert "ImportError: camshaft does not include VisdomLogger: use TensorboardLogger" in done.stderr
+
+
+def test_a_metric_that_collects_samples_is_a_warning_on_several_ranks_as_the_script_may_pad_its_data(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import ignite.distributed as idist, torch\n"
+        "from ignite.engine import Engine\n"
+        "from ignite.metrics import ROC_AUC\n"
+        "def main(local_rank):\n"
+        "    engine = Engine(lambda engine, batch: batch)\n"
+        "    ROC_AUC().attach(engine, 'area')\n"
+        "    labels = torch.arange(4) % 2\n"
+        "    print(engine.run([(labels / 2, labels)]).metrics)\n"
+        "if __name__ == '__main__':\n"
+        "    with idist.Parallel('gloo', nproc_per_node=2) as parallel:\n"
+        "        parallel.run(main)\n"
+    )
+    done = run(*COMMAND, "train.py", folder=tmp_path, OMP_NUM_THREADS="1")
+    assert "UserWarning: ROC_AUC of PyTorch-Ignite in a job of 2 ranks gathers samples" in done.stderr
+    assert done.stdout == "{'area': 1.0}\n" * 2

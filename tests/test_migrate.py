@@ -68,6 +68,9 @@ MOVES = [
      "import camshaft, ignite\ncamshaft.engine.Engine\nignite.metrics.Accuracy"),
     ("import os; import ignite.metrics\nignite.engine.Engine\nignite.metrics.Accuracy",
      "import os; import camshaft, ignite.metrics\ncamshaft.engine.Engine\nignite.metrics.Accuracy"),
+    ("import ignite.exceptions, ignite.engine\nignite.engine.Engine\nignite.exceptions.NotComputableError",
+     "import camshaft, ignite.exceptions, ignite.engine\ncamshaft.engine.Engine\nignite.exceptions.NotComputableError"),
+    ("from ignite import engine, exceptions", "from camshaft import engine\nfrom ignite import exceptions"),
     ("import ignite.metrics\nignite.engine.Engine", "import camshaft, ignite.metrics\ncamshaft.engine.Engine"),
     ("import ignite as ig\nig.engine.Engine\nig.metrics.Accuracy",
      "import camshaft, ignite as ig\ncamshaft.engine.Engine\nig.metrics.Accuracy"),
@@ -87,6 +90,8 @@ MOVES = [
         "from ignite.metrics import Accuracy",
         "from ignite.contrib.metrics import *",
         "import ignite.metrics as m",
+        "from ignite.exceptions import NotComputableError",  # which metrics of PyTorch-Ignite raise
+        "import ignite.exceptions as e\ne.NotComputableError",
         "import ignite\nprint(ignite)",
         "from ignite.engine import _prepare_batch",
         "from ignite.engine.supervised import torch",  # a module that is imported there
@@ -139,21 +144,32 @@ def test_a_source_that_cannot_be_parsed_or_kept_is_an_error(source, message):
 
 # --- what is left to change -----------------------------------------------------------------------------------------
 
-RESUMING = "loading-the-checkpoint-of-a-running-job"
+RESUMING, ERRORS = "loading-the-checkpoint-of-a-running-job", "what-raises-an-error-now"
 # source, section, and text of the note on its last line
 NOTES = [
     ("import os, ignite\nos.listdir('x')", "checkpoints", "listdir: .*manifest"),
-    ("from ignite.handlers import ModelCheckpoint as M\nM('x', save_interval=3)", "checkpoints", "save_interval= does"),
-    ("import ignite\nignite.handlers.Checkpoint.load_objects(x, y)", RESUMING, "load_objects: checkpoints of .*load"),
-    ("import ignite\nsaving.load_objects(x, y)", RESUMING, "load_objects: checkpoints of .*load"),
-    ("import camshaft.handlers as h\nh.LRScheduler(s)", "schedules-of-a-running-job", "LRScheduler: .* repeat"),
-    ("import ignite\nl.attach_output_handler(e, x, another_engine=e)", "loggers", "another_engine= does not exist"),
-    ("from ignite.metrics import ROC_AUC\nROC_AUC()", "metrics", "ROC_AUC: is rejected in a job of several ranks"),
+    ("from ignite.handlers import ModelCheckpoint as M\nM('x', save_interval=3)", ERRORS, "save_interval= does"),
+    ("import ignite\nignite.handlers.Checkpoint.load_objects(x, y)", RESUMING, "load_objects: once .*resume_latest"),
+    ("import ignite\nsaving.load_objects(x, y)", RESUMING, "load_objects: once the job has saved with camshaft, use"),
+    ("import ignite, torch as t\nstate = t.load(x)", "checkpoints", "torch.load: does not verify a checkpoint: pass"),
+    ("import ignite.handlers as h\nh.LRScheduler(s, use_legacy=x)", "schedules-of-a-running-job", "LRScheduler: .*rep"),
+    ("import camshaft.handlers as h\nh.LRScheduler(s)", "what-changes-results", "LRScheduler: .*use_legacy=True"),
+    ("import ignite\nx = 'ignite.handlers.VisdomLogger'", "not-included", "VisdomLogger' is not included: use"),
+    ("import ignite\nl.attach_output_handler(e, x, another_engine=e)", ERRORS, "another_engine= does not exist"),
+    ("from ignite.metrics import ROC_AUC\nROC_AUC()", ERRORS, "ROC_AUC: is rejected in a job of several ranks"),
     ("from ignite.handlers import VisdomLogger", "not-included", "VisdomLogger is not included: use Tensorboard"),
     ("from ignite.contrib.engines import common\ncommon.setup_plx_logging(t)", "not-included", "setup_plx_logging is"),
-    ("from ignite.engine import _prepare_batch", "not-included", "_prepare_batch stays with PyTorch-Ignite"),
-    ("import ignite\nignite.utils.new()", "not-included", "new stays with PyTorch-Ignite"),
-    ("import ignite\ne._fire_event(x)", "not-included", "_fire_event: does not exist: .* use fire_event"),
+    ("from ignite.engine import _prepare_batch", "not-included", "camshaft does not have _prepare_batch: replace"),
+    ("import ignite.handlers as ih\nclass L(ih.VisdomLogger): ...", "not-included", "VisdomLogger is not included"),
+    ("import camshaft.handlers as ih\nL = ih.VisdomLogger", "not-included", "VisdomLogger is not included"),
+    ("import ignite.distributed as idist\nidist.utils._model", "not-included", "camshaft does not have _model"),
+    ("import ignite.contrib.handlers.neptune_logger as nl", "not-included", "camshaft does not have neptune_logger"),
+    ("from ignite.handlers.visdom_logger import *", "not-included", "camshaft does not have visdom_logger"),
+    ("import ignite\nignite.utils.new()", "not-included", "camshaft does not have new: replace"),
+    ("import ignite\ne._fire_event(x)", ERRORS, "_fire_event: does not exist: .* use fire_event"),
+    ("import ignite\nfor x in e()._event_handlers.items(): ...", ERRORS, "_event_handlers: does not exist"),
+    ("import ignite\nE.STARTED in e._allowed_events", ERRORS, "_allowed_events: does not exist: .* register"),
+    ("from ignite.handlers import EMAHandler\nEMAHandler(m, 0.1, **x)", "what-changes-results", "momentum warms up"),
     ("import ignite\ngetLogger('ignite.engine')", "imports", "change it to 'camshaft.engine'"),
     ("import ignite as i\nprint(i.__version__)", "imports", "__version__ becomes that of camshaft"),
     ("from ignite import __version__", "imports", "__version__ becomes that of camshaft"),
@@ -166,8 +182,7 @@ NOTES = [
 @pytest.mark.parametrize(("source", "section", "text"), NOTES)
 def test_what_is_left_to_change_is_reported_where_it_occurs(source, section, text):
     after, notes = migrate(source)
-    [note] = [note for note in notes if note.line == 1 + source.count("\n")]
-    assert note.section == section
+    [note] = [note for note in notes if note.line == 1 + source.count("\n") and note.section == section]
     assert re.search(text, note.text)
     if note.text.startswith("not rewritten"):
         assert after == source
@@ -180,12 +195,23 @@ def test_what_is_left_to_change_is_reported_where_it_occurs(source, section, tex
         "from ignite.metrics import Accuracy\nAccuracy()",
         "from other import ROC_AUC\nimport ignite\nROC_AUC()",
         "import os\nos.listdir('ignite')",
-        "import ignite\nx = 'ignite.metrics', b'ignite.engine'",
+        "import ignite\nx = 'ignite.metrics', b'ignite.engine', 'ignite.exceptions', 'ignite.yaml', 'ignite.0'",
+        "from ignite.handlers import EMAHandler as E\nE(m, warmup_iters=0)\nE(m, momentum_warmup=x)\nE(m, 0.1, 0.2, 9)",
+        "import ignite\nx.load('torch.load')",
         "import ignite\nfrom ignite.distributed import auto_model\nauto_model(m)\nignite.contrib.metrics.X()",
     ],
 )
 def test_what_needs_no_change_is_not_reported(source):
     assert migrate(source)[1] == []
+
+
+def test_a_comment_at_the_end_of_the_reported_line_silences_its_report():
+    lines = ["import ignite", "x.load_objects(  # migrated", "    f, os.listdir(d))  # noqa: X  # migrated",
+             "(x", " .iterdir())  # migrated", "x.iterdir()  # migrated?", ""]  # fmt: skip
+    for newline in ("\n", "\r\n"):
+        after, notes = migrate(newline.join(lines))
+        assert after.startswith("import camshaft")
+        assert [note.line for note in notes] == [4, 6]
 
 
 def test_each_section_is_on_the_page():
@@ -293,6 +319,32 @@ def test_folders_are_searched_except_for_hidden_ones_and_packages(script, capsys
     assert main([str(script.parent)]) == 1
     shown = re.findall(r"^--- (.*)", capsys.readouterr().out, flags=re.MULTILINE)
     assert shown == [str(script), str(script.parent / "inner" / "a.py")]
+
+
+CONFIG = """\
+scheduler:
+  _target_: ignite.handlers.PiecewiseLinear  # é
+  "ignite.contrib.handlers.tqdm_logger.ProgressBar": {{ template }}
+done: ignite.engine.Engine  # migrated
+logger: ignite.handlers.VisdomLogger
+other: [ignite, ignite.metrics.Accuracy, ignite.yaml, ignite.0, my.ignite.engine, github.com/pytorch/ignite.utils]
+"""
+
+
+@pytest.mark.parametrize("name", ["conf.yaml", "conf.yml"])
+def test_names_in_yaml_files_are_reported_and_nothing_is_rewritten(tmp_path, capsys, name):
+    path = tmp_path / name
+    path.write_text(CONFIG, "utf-8")
+    for one in (tmp_path, path):
+        assert main(["--write", str(one)]) == 0
+        assert path.read_text("utf-8") == CONFIG
+        first, second, third, summary = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"{path}:2: 'ignite.handlers.PiecewiseLinear' is not rewritten: ")
+        assert first.endswith(f"change it to 'camshaft.handlers.PiecewiseLinear' ({module.PAGE}#imports)")
+        assert second.startswith(f"{path}:3: ")
+        assert "'camshaft.handlers.tqdm_logger.ProgressBar'" in second
+        assert third.startswith(f"{path}:5: 'ignite.handlers.VisdomLogger' is not included: use Tensorboard")
+        assert summary == "nothing to rewrite"
 
 
 # --- notebooks ------------------------------------------------------------------------------------------------------

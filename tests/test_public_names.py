@@ -83,11 +83,24 @@ def test_promised_names_are_public_and_public_names_are_sorted_and_documented(na
         ("from camshaft.contrib import handlers", "camshaft.handlers"),
         ("from camshaft.contrib.metrics import ROC_AUC", "ignite.metrics import ROC_AUC"),
         ("from camshaft.contrib.handlers.tqdm_logger import ProgressBar", "camshaft.handlers"),
+        ("from camshaft.handlers import VisdomLogger", "VisdomLogger: use TensorboardLogger"),
+        ("from camshaft.handlers import Timer, NeptuneSaver", "NeptuneSaver: use WandBLogger"),
+        ("from camshaft.contrib.engines.common import setup_plx_logging", "setup_plx_logging: use WandBLogger"),
     ],
 )
-def test_importing_a_missing_module_names_the_replacement(statement: str, instead: str) -> None:
+def test_importing_what_is_missing_names_the_replacement(statement: str, instead: str) -> None:
     with pytest.raises(ImportError, match=instead):
         exec(statement)
+
+
+@pytest.mark.parametrize("name", ["camshaft.handlers", "camshaft.contrib.engines.common"])
+def test_other_names_are_missing_as_in_any_module(name: str) -> None:
+    module = importlib.import_module(name)
+    assert not hasattr(module, "nothing")
+    with pytest.raises(ImportError, match="cannot import name 'ProgresBar' from"):
+        exec(f"from {name} import ProgresBar")
+    with pytest.raises(AttributeError, match="has no attribute 'ProgresBar'"):
+        module.ProgresBar  # noqa: B018
 
 
 class MyEngine(Engine[Any, Any]):

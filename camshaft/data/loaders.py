@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import logging
 import warnings
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from camshaft.arguments import check_type, described
+from camshaft.arguments import check_known, check_type, described
 from camshaft.data.augmentation import SeededLoader, read_apart
 from camshaft.data.orders import Order, Sequential, Shuffled
 from camshaft.data.permutation import key_of
@@ -23,6 +24,7 @@ from camshaft.data.samplers import ExactBatchSampler, check_length, length_of
 from camshaft.distributed.job import current, data_place
 from camshaft.text import counted
 
+_OPTIONS = {*inspect.signature(DataLoader).parameters, "seed"} - {"dataset"}
 _UNSET = -1  # no epoch was set
 _logger = logging.getLogger("camshaft.distributed.auto.auto_dataloader")
 
@@ -118,6 +120,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
             "dataset must be a dataset, got a DataLoader: pass loader.dataset, and the arguments of the loader "
             "(batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
         )
+    if kwargs.keys() - _OPTIONS:
+        check_known(kwargs, _OPTIONS, "auto_dataloader")
     backend, place, options = current(), data_place(), dict(kwargs)
     is_alone, num_local = backend.topology.world_size == 1, backend.topology.local_world_size
     device = backend.device.type

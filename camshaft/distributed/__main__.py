@@ -3,6 +3,7 @@
 python -m camshaft.distributed
 torchrun --nproc-per-node 2 -m camshaft.distributed --backend gloo
 python -m camshaft.distributed --inspect  # what the ranks on this machine are doing, or did before they died
+python -m camshaft.distributed --inspect --all  # also those of jobs that have ended
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -56,15 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument(
         "--inspect",
         action="store_true",
-        help="print what the ranks on this machine are doing, and what those that were killed did last",
+        help="print what the ranks on this machine are doing, and what those that were killed did last: of the jobs "
+        "that run, or else of the latest one",
     )
+    parser.add_argument("--all", action="store_true", help="with --inspect: print all jobs of the last 24 hours")
     parser.add_argument("--timeout", type=float, default=60, help="seconds that --backend may take (default: 60)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per rank and line")
     options = parser.parse_args(arguments)
+    if options.all and not options.inspect:
+        parser.error("--all needs --inspect")
     look = Look.of(sys.stdout)
     if options.inspect:
         snapshots = failures.inspect()
-        sys.stdout.write(as_json(snapshots) if options.json else jobs_text(snapshots, look))
+        sys.stdout.write(as_json(snapshots) if options.json else jobs_text(snapshots, look, options.all))
         return 0
 
     def show(reports: Sequence[Report]) -> None:  # in one write, as the ranks share the output
@@ -177,18 +183,34 @@ def as_json(snapshots: Iterable[Snapshot]) -> str:
     return "".join(f"{json.dumps({**asdict(one), 'path': os.fspath(one.path)})}\n" for one in snapshots)
 
 
-def jobs_text(snapshots: Iterable[Snapshot], look: Look) -> str:
-    """Return for each job the table of its ranks on this machine and their stacks; the latest job is the last one."""
+def jobs_text(snapshots: Iterable[Snapshot], look: Look, with_ended: bool = False) -> str:
+    """Return for each job the table of its ranks on this machine and their stacks; the latest job is the last one.
+
+    Args:
+        snapshots: of all jobs.
+        look: of the output.
+        with_ended: whether to include jobs that have ended; otherwise there is only the latest, and only if none runs.
+    """
     jobs = defaultdict[str, list[Snapshot]](list)
     for one in sorted(snapshots, key=lambda one: one.rank):
         jobs[one.job or f"not known yet to process {one.pid}"].append(one)
     latest = sorted(jobs, key=lambda job: max(one.status.get("time", 0) for one in jobs[job]))
-    texts = [_job_text(job, jobs[job], look) for job in latest]
+    running = [job for job in latest if any(one.is_alive for one in jobs[job])]
+    shown = latest if with_ended else running or latest[-1:]
+    texts = [_job_text(job, jobs[job], look) for job in shown]
+    if hidden := len(latest) - len(shown):
+        texts.append(f"{counted(hidden, 'older job')}: add --all to see {'it' if hidden == 1 else 'them'}\n")
     return "\n".join(texts) or f"no rank on {socket.gethostname()} is running, or was killed in the last 24 hours\n"
 
 
 def _job_text(job: str, ranks: Sequence[Snapshot], look: Look) -> str:
-    title = f"job {job}: {len(ranks)} of {counted(ranks[0].world_size, 'rank')} ran on {ranks[0].host}"
+    alive = sum(one.is_alive for one in ranks)
+    last = max(one.status.get("time", 0) for one in ranks)
+    title = f"job {job}: {alive or len(ranks)} of {counted(ranks[0].world_size, 'rank')}"
+    title += f" of {ranks[0].script}" if ranks[0].script else ""
+    title += f" {'run' if alive else 'ran'} on {ranks[0].host}"
+    if last and not alive:
+        title += f", last seen {timedelta(seconds=max(0, int(time.monotonic() - last)))} ago"
     rows = {f"rank {one.rank}": _facts(one) for one in ranks}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in names}

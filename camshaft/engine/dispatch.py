@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -46,6 +47,7 @@ EXTRA_ARGUMENTS: Mapping[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
 _AFTER_STEPS = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 # These fire again with the same count if no iteration follows, as in an epoch that was terminated.
 _FETCHES = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
+_FILTERS = list(inspect.signature(Events.STARTED).parameters)
 _serials = itertools.count(1)
 
 
@@ -162,6 +164,9 @@ def _find_form(
     hint = f"; it requires {', '.join(missing)}: add_event_handler(event, handler, {passed})" if missing else ""
     if missing in (["batch"], ["output"]):
         hint = f"; read engine.state.{missing[0]} instead of an argument"
+    unknown = [name for name in kwargs if name not in signature.parameters and not isinstance(event, str)]
+    if filters := [f"{close}=..." for name in unknown for close in get_close_matches(name, _FILTERS, n=1)]:
+        hint += f"; did you mean {event!r}({', '.join(filters)})?"
     raise ValueError(
         f"handler {name_of(handler)}{without_annotations(signature)} cannot be called on {event!r}, which passes "
         f"({', '.join(['engine', *given])}) or ({', '.join(given)}){hint}"
@@ -377,8 +382,7 @@ class Dispatcher:
     ) -> tuple[int, ...]:
         """Register a handler on each event; return the serial numbers. On an error nothing is registered."""
         check_type("order", order, int, "an int")
-        if translated(events) is not events:
-            check_metric(getattr(handler, "__self__", None))
+        check_metric(getattr(handler, "__self__", None))
         added = []
         for event in events_in(events):
             plan, event_filter = self.plan(event), getattr(event, "filter", None)

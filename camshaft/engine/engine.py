@@ -74,8 +74,8 @@ class _Decorator:
     def __del__(self) -> None:
         if not self._is_used:
             warnings.warn(
-                f"on({self._event_name!r}, ...) registered nothing, because it decorates no function: for a plain "
-                "call, use add_event_handler(event, handler)",
+                f"on({self._event_name!r}, ...) registered nothing, because it decorates no function: write "
+                "@engine.on(event) above one, or call add_event_handler(event, handler)",
                 stacklevel=2,
             )
 

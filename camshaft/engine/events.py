@@ -211,6 +211,10 @@ class CallableEventWithFilter(_Joinable):
                 f"event_filter={event_filter!r}, every={every!r}, once={once!r}, before={before!r}, after={after!r}"
             )
         chosen: EventFilter | None
+        if is_integer(event_filter):
+            raise TypeError(
+                f"event_filter must be callable, got {event_filter!r}: did you mean every={event_filter!r}?"
+            )
         if event_filter is not None:
             check_takes("event_filter", event_filter, "(engine, count)")
             chosen = event_filter
@@ -313,7 +317,8 @@ class _EventEnumType(EnumMeta):
                     return cls._member_map_[name]
                 close = meant(name, cls._member_map_)
                 hint = f"did you mean {cls.__name__}.{close}?" if close else f"it has {', '.join(cls._member_map_)}"
-                raise AttributeError(f"{cls.__name__} has no event {name!r}: {hint}")
+                message = f"{cls.__name__} has no event {name!r}: {hint}"
+                raise AttributeError(message, name=name, obj=None)  # in obj, Python looks for a suggestion of its own
             raise AttributeError(name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from camshaft.handlers.checkpoint import Checkpoint, DiskSaver, ModelCheckpoint
 from camshaft.handlers.clearml_logger import ClearMLLogger
 from camshaft.handlers.early_stopping import EarlyStopping
@@ -47,6 +49,7 @@ from camshaft.handlers.timing import Timer
 from camshaft.handlers.torch_profiler import TorchProfiler
 from camshaft.handlers.tqdm_logger import ProgressBar
 from camshaft.handlers.wandb_logger import WandBLogger
+from camshaft.interop import missing_names
 
 __all__ = [
     "BaseParamScheduler",
@@ -96,3 +99,6 @@ __all__ = [
     "global_step_from_engine",
     "stop_together",
 ]
+
+if not TYPE_CHECKING:  # or type checkers would accept every name
+    __getattr__ = missing_names(__name__)

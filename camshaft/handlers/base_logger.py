@@ -178,7 +178,7 @@ class BaseOutputHandler(BaseHandler):
             (attributes, "set the attribute of engine.state to a number, or remove it from state_attributes"),
         ):
             if named is outputs and state._output is None:
-                hint = "engine.state.output is None, so return a value from the process function, and log after that"
+                hint = "return a value from the process function, and log after the first iteration"
             for name, value in named.items():
                 values.update(_flat((self.tag, str(name)), value, log_text, hint))
         fetch(values)

@@ -9,12 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from camshaft.arguments import check_choice, check_takes, check_text, check_type, integer, number, scalar
+from camshaft.arguments import check_choice, check_text, check_type, integer, number, scalar
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, events_in
-from camshaft.handlers.checkpoint.handler import score_of_metric
+from camshaft.handlers.checkpoint.handler import check_score_function, score_of_metric
 from camshaft.handlers.stopping import StopTogether
 
 __all__ = ["EarlyStopping"]
@@ -107,7 +107,7 @@ class EarlyStopping(Serializable, ResettableHandler):
             check_text("score_name", score_name)
             score_function = score_of_metric(score_name)
         assert score_function is not None, "checked"
-        check_takes("score_function", score_function, "(engine)")
+        check_score_function(score_function)
         check_engine("trainer", trainer)
         assert trainer is not None, "checked"
         self.patience = patience
@@ -207,8 +207,8 @@ class EarlyStopping(Serializable, ResettableHandler):
         if had_stopped and engine.state.iteration:
             if get_rank() == 0:
                 self.logger.warning(
-                    "EarlyStopping stops the run at once, as it had stopped the one that is resumed (%d evaluations "
-                    "without improvement); to train on, call reset() after loading",
+                    "EarlyStopping stops the run at once, because it had already stopped the run that is resumed (%d "
+                    "evaluations without improvement); to continue, call reset() after loading",
                     self.counter,
                 )
             engine.terminate(on_all_ranks=True)  # on each rank, since all have loaded the same counter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch.profiler import profile, schedule
 
-from camshaft.arguments import check_callable, integer
+from camshaft.arguments import check_callable, check_keywords, integer
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle, joined
@@ -84,11 +83,7 @@ class TorchProfiler:
         for name, count in counts.items():
             integer(name, count, least=1 if name == "active" else 0)
         check_callable("on_trace_ready", on_trace_ready)
-        try:
-            inspect.signature(profile).bind(schedule=None, **options)
-        except TypeError as error:
-            expected = "arguments of torch.profiler.profile"
-            raise TypeError(f"options must be {expected}, got {list(options)}: {error}") from error
+        check_keywords(TorchProfiler, options, profile, "schedule")
         self.directory = Path(directory)
         self.traces: list[Path] = []
         # A profile is open for a cycle only: outside of cycles an iteration costs next to nothing.

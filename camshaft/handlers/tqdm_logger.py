@@ -11,7 +11,7 @@ from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from camshaft.arguments import load_optional
+from camshaft.arguments import check_keywords, load_optional
 from camshaft.engine.engine import Engine, check_engine
 from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, joined, translated
 from camshaft.engine.plan import num_epochs
@@ -43,6 +43,7 @@ class ProgressBar(BaseLogger):
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.
+        TypeError: ``tqdm`` does not accept the ``tqdm_kwargs``.
 
     >>> import io
     >>> from camshaft.engine import Engine
@@ -63,6 +64,10 @@ class ProgressBar(BaseLogger):
         **tqdm_kwargs: Any,
     ) -> None:
         self._tqdm = load_optional("tqdm.auto", extra="progress", needed_by="ProgressBar").tqdm
+        if self._tqdm.__module__ in ("tqdm.asyncio", "tqdm.auto"):  # and no other code has replaced the class
+            parent = load_optional("tqdm.std", extra="progress", needed_by="ProgressBar").tqdm
+            keywords = {*tqdm_kwargs} - {"display"}  # of a bar in a notebook
+            check_keywords(ProgressBar, keywords, parent.__init__, "self", "kwargs")
         self.persist = persist
         self.bar_format = bar_format
         self.tqdm_kwargs = tqdm_kwargs

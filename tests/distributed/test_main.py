@@ -178,7 +178,7 @@ def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(
     assert main(["--inspect"]) == 0
     said = capsys.readouterr().out
     (text,) = [part for part in re.split(r"\n(?=job )", f"\n{said}") if part.startswith(f"job {job}:")]
-    assert re.match(rf"job {job}: 3 of 3 ranks ran on \S+\n-+\n +pid +process ", text)
+    assert re.match(rf"job {job}: 1 of 3 ranks of -c run on \S+\n-+\n +pid +process ", text)
     engine = "ITERATION_STARTED +2 +"  # of the innermost engine
     waiting = r" +all_reduce torch.float32 \[3, 4\] of ranks 0-1 +{} s +a.py:0 in f\n"
     assert re.search(rf"\nrank 0 +\d+ +alive +[\d.]+ s old +{engine}41{waiting.format('[0-9]+')}", text)
@@ -203,20 +203,42 @@ def test_inspect_tells_if_there_are_no_records(capsys: Any, monkeypatch: Any) ->
     assert capsys.readouterr().out == ""
 
 
-def test_inspect_shows_failures_departures_and_different_stacks_of_each_job() -> None:
-    one = Snapshot(Path("a"), "first", 0, 2, 11, False, "here", {"time": 5.0, "stack": ["a.py:1 in f"]})
+def test_inspect_shows_failures_departures_and_different_stacks_of_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program.time, "monotonic", lambda: 3670.5)
+    one = Snapshot(Path("a"), "first", 0, 2, 11, False, "here", {"time": 5.0, "stack": ["a.py:1 in f"]}, "", "train.py")
     failure = {"error": "ValueError: text", "where": "in handler 'log' on ITERATION_COMPLETED"}
     failed = replace(one, rank=1, status={"time": 5.0, "failure": failure, "stack": ["b.py:2 in g"]})
     left = replace(one, job="second", status={"time": 3.0, "left": "has left the run without an error"})
-    unnamed = replace(one, job="", status={}, pid=12)
-    text = jobs_text([one, failed, left, unnamed, replace(unnamed, pid=13)], Look())
+    unnamed = replace(one, job="", status={}, pid=12, script="")
+    text = jobs_text([one, failed, left, unnamed, replace(unnamed, pid=13)], Look(), with_ended=True)
     assert re.findall(r"^job .*", text, re.MULTILINE) == [
         "job not known yet to process 12: 1 of 2 ranks ran on here",
         "job not known yet to process 13: 1 of 2 ranks ran on here",
-        "job second: 1 of 2 ranks ran on here",
-        "job first: 2 of 2 ranks ran on here",
+        "job second: 1 of 2 ranks of train.py ran on here, last seen 1:01:07 ago",
+        "job first: 2 of 2 ranks of train.py ran on here, last seen 1:01:05 ago",
     ]
     assert "\nrank 1 failed: ValueError: text, in handler 'log' on ITERATION_COMPLETED\n" in text
     assert "\nrank 0 has left the run without an error\n" in text
     assert "\nmain thread of rank 0, innermost first:\n    a.py:1 in f\n" in text
     assert "\nmain thread of rank 1, innermost first:\n    b.py:2 in g\n" in text
+
+
+def test_inspect_shows_the_jobs_that_run_and_if_there_are_none_the_latest() -> None:
+    def shown(*snapshots: Snapshot) -> list[str]:
+        return re.findall(r"^job \w+|^\d+ older.*", jobs_text(snapshots, Look()), re.MULTILINE)
+
+    ended = [Snapshot(Path(), f"job{n}", 0, 1, n, False, "here", {"time": float(n)}) for n in (1, 3, 2)]
+    assert shown(*ended) == ["job job3", "2 older jobs: add --all to see them"]
+    assert shown(*ended[:1]) == ["job job1"]
+    one = replace(ended[0], is_alive=True)
+    assert shown(one, *ended[1:], replace(one, rank=1, is_alive=False), replace(one, job="job4")) == [
+        "job job1",
+        "job job4",
+        "2 older jobs: add --all to see them",
+    ]
+
+
+def test_all_jobs_are_shown_only_of_records(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--all"])
+    assert "error: --all needs --inspect" in capsys.readouterr().err

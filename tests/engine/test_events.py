@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import weakref
 from enum import Enum
 
@@ -174,6 +175,14 @@ def test_an_event_without_name_is_named_by_its_value():
 def test_an_event_does_not_change(event, attribute):
     with pytest.raises(AttributeError):
         setattr(event, attribute, "x")
+
+
+def test_a_misspelled_event_gets_one_suggestion(capsys):
+    with pytest.raises(AttributeError) as raised:
+        Events.COMPLETE  # noqa: B018
+    sys.__excepthook__(raised.type, raised.value, None)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "AttributeError: Events has no event 'COMPLETE': did you mean Events.COMPLETED?"
 
 
 @pytest.mark.parametrize("event", [EVENT, Backprop.STARTED])

@@ -108,7 +108,7 @@ def test_the_warning_says_what_to_do_where_the_value_comes_from_and_points_to_th
             assert read(engine, **options) == {}
         assert [one.filename for one in seen] == [__file__]
     engine.state.output = None
-    with pytest.warns(UserWarning, match="NoneType: engine.state.output is None, so return a value"):
+    with pytest.warns(UserWarning, match="NoneType: return a value from the process function"):
         assert read(engine, output_transform=lambda output: output) == {}
     with pytest.raises(TypeError, match="output_transform needs engine.state.output, which is None"):
         read(engine, output_transform=lambda output: output.mean())

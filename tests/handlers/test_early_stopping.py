@@ -163,7 +163,7 @@ def test_a_stopped_job_stops_at_once_when_it_is_restarted_and_one_rank_says_so(c
         assert second.run(max_epochs=5).epoch == 5
 
     run_on_threads(2, restarted)
-    assert caplog.text.count("as it had stopped the one that is resumed") == 1
+    assert caplog.text.count("because it had already stopped the run that is resumed") == 1
 
 
 def test_a_loaded_state_stops_no_later_run():

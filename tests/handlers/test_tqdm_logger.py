@@ -158,6 +158,16 @@ def test_tqdm_options_override_those_of_the_bar(terminal):
     assert terminal.drawn[0] == "Iteration: 3/5"
 
 
+def test_keywords_of_notebooks_and_of_another_tqdm_are_accepted(monkeypatch):
+    class Bar(tqdm):
+        def __init__(self, *args, theme=None, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    assert ProgressBar(display=False, ncols=80).tqdm_kwargs == {"display": False, "ncols": 80}
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    assert ProgressBar(theme="dark").tqdm_kwargs == {"theme": "dark"}
+
+
 def test_messages_are_written_above_the_bar(terminal):
     trainer = trainer_of()
     bar = bar_on(terminal)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from camshaft import handlers
 from camshaft.engine import CallableEventWithFilter, Engine, EventEnum, Events, EventsList, RemovableEventHandle, State
 
 
@@ -224,3 +225,4 @@ engine.terminate_epoch(skip_epoch_completed=True)
 engine.load_state_dict(engine.state_dict())
 engine.load_state_dict(3)  # error: arg-type
 engine.terminate("now")  # error: arg-type
+handlers.ProgresBar()  # error: attr-defined

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from camshaft.handlers.steps import global_step_from_engine
 from camshaft.handlers.terminate_on_nan import TerminateOnNan
 from camshaft.handlers.tqdm_logger import ProgressBar
 from camshaft.handlers.wandb_logger import WandBLogger
+from camshaft.interop import missing_names
 from camshaft.types import PathLike
 
 __all__ = [
@@ -48,6 +49,9 @@ __all__ = [
     "setup_trains_logging",
     "setup_wandb_logging",
 ]
+
+if not TYPE_CHECKING:  # or type checkers would accept every name
+    __getattr__ = missing_names(__name__)
 
 
 def setup_common_training_handlers(

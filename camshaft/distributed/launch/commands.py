@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from camshaft.arguments import check_known
 from camshaft.distributed import cores, environments
-from camshaft.distributed.backends.contract import check_known
 from camshaft.distributed.backends.registry import module_of
 from camshaft.distributed.launch import work
 

@@ -14,7 +14,7 @@ from camshaft.arguments import check_takes
 from camshaft.distributed.backends.registry import available_backends, choose
 from camshaft.distributed.environments import detect
 from camshaft.distributed.failures import publish
-from camshaft.distributed.job import abandon, current, finalize, initialize
+from camshaft.distributed.job import abandon, current, finalize, initialize, warn_if_one_of_many
 from camshaft.distributed.launch.spawn import check_nodes, check_not_launched, check_options, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
 from camshaft.text import counted
@@ -107,7 +107,8 @@ class Parallel:
             for name, value in {"nproc_per_node": self._nproc_per_node, **self._options}.items():
                 self._log("    %s: %s", name, value)
         else:
-            _warn_if_one_of_many()
+            remedy = 'pass backend="auto", or the name of a backend, to run them as one job'
+            warn_if_one_of_many("backend is None", remedy)
         self._entered = True
         return self
 
@@ -157,19 +158,6 @@ class Parallel:
 def _given(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that are not ``None``."""
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _warn_if_one_of_many() -> None:
-    """Warn that processes of a launcher do not know each other: they may write the same files."""
-    launch = None
-    with suppress(RuntimeError):  # contradictory variables do not matter here
-        launch = detect(os.environ)
-    if launch is not None and launch.topology.world_size > 1 == get_world_size():
-        warnings.warn(
-            f"a launcher started {launch.topology.world_size} processes, but backend is None, so each of them runs on "
-            'its own: pass backend="auto", or the name of a backend, to run them as one job',
-            stacklevel=3,
-        )
 
 
 def _record_for_torchrun(error: Exception) -> None:

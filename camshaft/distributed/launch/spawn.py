@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from camshaft.arguments import check_takes, check_type
+from camshaft.arguments import check_known, check_takes, check_type
 from camshaft.distributed import cores, environments, failures
-from camshaft.distributed.backends.contract import Backend, check_known
+from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.backends.registry import module_of
 from camshaft.distributed.job import ExceptHook, abandon
 from camshaft.distributed.launch import work
@@ -82,11 +82,17 @@ def spawn(
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
     """
     module_of(backend)  # raises if it is not available
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        error = RuntimeError(
             f"{sys.argv[0]} starts processes when it is imported, and each of them imports it: put its main code under "
             "if __name__ == '__main__':"
         )
+        if not os.path.isabs(process.name):  # started by something else, or it reports what is raised here
+            raise error
+        folder, rank = os.path.split(process.name)
+        work.Failure.of(error, int(rank), time.monotonic()).save(folder)
+        sys.exit(1)
     check_not_launched(kwargs.get("nnodes"))
     check_type("args", args, (tuple, list), "a tuple")
     check_takes("fn", fn, "(local_rank, *args, **kwargs_dict)", (0, *args), kwargs_dict or {})
@@ -168,7 +174,9 @@ def _spawn(
                 environ = {**os.environ, **environments.torch_variables(launch)}  # also for other readers of it
                 whole_task = (*task, {"init_method": init_method, **options})
                 arguments = (environ, threads, name, launch, whole_task, processes.folder.name)
-                process = context.Process(target=target, args=arguments, daemon=daemon)
+                # While a process imports the main module, it knows only its name, so this says where to report.
+                place_of_reports = os.path.join(processes.folder.name, str(index))
+                process = context.Process(target=target, args=arguments, daemon=daemon, name=place_of_reports)
                 processes.start(process)
             if hosts_store:
                 # The thread of a store does not exist in a forked process, where destroying the copy of the store
@@ -202,6 +210,7 @@ def _run_forked_rank(*args: Any) -> None:
 
 def _run_rank(environ: dict[str, str], threads: int | None, name: str, launch: Launch, task: Any, folder: str) -> None:
     """Run in each process, whose environment until here may be that of a fork server."""
+    multiprocessing.current_process().name = f"rank {launch.topology.rank}"
     chosen = environ.get(cores.VARIABLE, "")
     if chosen.isdecimal() and int(chosen) > 0 and chosen != os.environ.get(cores.VARIABLE):
         torch.set_num_threads(int(chosen))  # torch reads the variable when it is imported

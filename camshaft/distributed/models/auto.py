@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from camshaft.arguments import check_type, described
 from camshaft.distributed.backends.contract import Backend, check_ddp_options
-from camshaft.distributed.job import current
+from camshaft.distributed.job import current, warn_if_one_of_many
 from camshaft.distributed.models.layout import (
     Layout,
     Shard,
@@ -94,6 +94,9 @@ def auto_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {described(model)}")
     backend = current()
+    if backend.name is None:
+        remedy = 'call idist.initialize("gloo"), or use Parallel, before auto_model'
+        warn_if_one_of_many("no backend is initialized", remedy)
     policies = {
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,

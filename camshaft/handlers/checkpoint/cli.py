@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [aligned([columns, *cells], Look.of(sys.stdout), {"problem": RED})] if rows else []
     if remark:
         lines.append(textwrap.fill(remark, 80))
+    if not is_verify and any(row["problem"] is None for row in rows):
+        lines.append("only sizes are checked: verify compares the contents with their checksums")
     nothing = f"no checkpoints in '{options.directory}': no .pt files, and no shards"
     sys.stdout.write("\n".join(lines or [nothing]) + "\n")
     return exit_code

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from camshaft.arguments import check_callable, check_is_no_class, check_text, check_type, described
-from camshaft.base import Serializable
+from camshaft.arguments import check_callable, check_is_no_class, check_keywords, check_text, check_type, described
+from camshaft.base import ResettableHandler, Serializable
 from camshaft.distributed import all_gather, get_rank
 from camshaft.distributed.models.replicas import compare_saved
 from camshaft.engine.engine import Engine, outermost_engine
@@ -78,6 +78,14 @@ def score_of_metric(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
         return _as_priority(metrics[metric_name], f"the metric {metric_name!r} must be") * score_sign
 
     return score
+
+
+def check_score_function(function: Any) -> None:
+    """Raise an error unless ``function`` is ``None`` or can be called with an engine."""
+    if isinstance(function, str):
+        problem = f"score_function must be callable, got {described(function)}"
+        raise TypeError(f"{problem}: for a metric, pass score_name={function!r} instead")
+    check_callable("score_function", function, "(engine)")
 
 
 def make_pattern(
@@ -206,7 +214,7 @@ class Checkpoint(Serializable):
         sharded: bool = False,
     ) -> None:
         check_to_save(to_save, include_self)
-        check_callable("score_function", score_function, "(engine)")
+        check_score_function(score_function)
         check_callable("global_step_transform", global_step_transform, "(engine, event_name)")
         if n_saved is not None and (not isinstance(n_saved, int) or n_saved < 1):
             raise ValueError(f"n_saved must be None, for all, or an integer of at least 1, got {n_saved!r}")
@@ -549,22 +557,25 @@ class Checkpoint(Serializable):
             warnings.warn(text, stacklevel=level_of_caller())
 
     def _warn_of_schedules(self) -> None:
-        """Warn of schedules and scalers that a resumed run would start anew: they are not saved with the optimizer."""
+        """Warn of schedules, scalers, and early stopping that a resumed run would start anew, as they are not saved."""
         saved = list(self._objects())
         optimizers = {id(one) for one in saved if isinstance(one, torch.optim.Optimizer)}
         for engine in (one for one in saved if optimizers and isinstance(one, Engine)):
             scaler = getattr(engine.state, "scaler", None)
-            drivers = [scaler] if scaler is not None and scaler.is_enabled() else []
+            driving, stopping = "an optimizer, but not the {} that drives it", "an engine, but not its {}"
+            needed = {id(scaler): (scaler, driving)} if scaler is not None and scaler.is_enabled() else {}
             for registration in engine.registrations():
-                owned = getattr(registration.handler, "optimizer", None)
+                handler, owner = registration.handler, getattr(registration.handler, "__self__", None)
+                owned = getattr(handler, "optimizer", None)
                 if optimizers.intersection(map(id, owned if isinstance(owned, list) else [owned])):
-                    drivers.append(registration.handler)
-            for driver in drivers:
-                if hasattr(driver, "load_state_dict") and not any(driver is one for one in saved):
-                    name = type(driver).__name__
-                    problem = f"to_save has an optimizer, but not the {name} that drives it"
+                    needed[id(handler)] = handler, driving
+                if isinstance(owner, ResettableHandler):  # EarlyStopping, which is attached to another engine, too
+                    needed[id(owner)] = owner, stopping
+            for one, problem in needed.values():
+                if hasattr(one, "load_state_dict") and not any(one is other for other in saved):
+                    name = type(one).__name__
                     hint = f"add the {name} to to_save, or a resumed run starts it anew"
-                    warnings.warn(f"{problem}: {hint}", stacklevel=level_of_caller())
+                    warnings.warn(f"to_save has {problem.format(name)}: {hint}", stacklevel=level_of_caller())
 
     def _objects(self) -> Iterator[Any]:
         """Yield the objects that are saved."""
@@ -650,6 +661,7 @@ class ModelCheckpoint(Checkpoint):
         sharded: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_keywords(ModelCheckpoint, kwargs, torch.save, "obj", "f")
         folder, filename_prefix = split_prefix(dirname, filename_prefix)
         saver = DiskSaver(folder, atomic, create_dir, require_empty, save_on_rank, **kwargs)
         super().__init__(

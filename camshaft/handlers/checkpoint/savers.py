@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch.utils.serialization import config
 
+from camshaft.arguments import check_keywords
 from camshaft.distributed import get_local_rank, get_rank, get_world_size
 from camshaft.errors import annotate, level_of_caller
 from camshaft.files import (
@@ -83,6 +84,7 @@ class DiskSaver(BaseSaveHandler):
             In a job with a single process, that process saves whatever the rank, with a warning.
         PermissionError: the directory is not writable.
         NotADirectoryError: ``.manifest`` in it is a link or a file.
+        TypeError: ``torch.save`` does not accept the ``kwargs``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,6 +103,7 @@ class DiskSaver(BaseSaveHandler):
         save_on_rank: int | str = 0,
         **kwargs: Any,
     ) -> None:
+        check_keywords(DiskSaver, kwargs, torch.save, "obj", "f")
         check_save_on_rank(save_on_rank)
         if get_world_size() == 1 and save_on_rank not in (0, _NODE):
             text = f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead"
@@ -162,7 +165,6 @@ class DiskSaver(BaseSaveHandler):
         Raises:
             OSError: the disk is full, or the directory was removed.
             ValueError: ``filename`` contains a folder.
-            TypeError: ``torch.save`` does not accept the ``kwargs``.
         """
         if not self.writes:
             check_save_on_rank(self.save_on_rank)  # the handler may be older than the job

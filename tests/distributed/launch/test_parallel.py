@@ -358,3 +358,12 @@ def test_without_a_backend_a_process_of_several_is_told_that_it_runs_alone(monke
         parallel = idist.Parallel().__enter__()
     assert caught[0].filename == __file__
     assert parallel.run(give)[:3] == (0, 0, 1)
+
+
+def test_auto_model_in_a_process_of_several_without_a_backend_says_that_it_runs_alone(monkeypatch):
+    idist.auto_model(torch.nn.Linear(1, 1))
+    for name, value in mpich(1, 2, 1, 2).items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="a launcher started 2 processes, but no backend is initialized") as caught:
+        idist.auto_model(torch.nn.Linear(1, 1))
+    assert caught[0].filename == __file__

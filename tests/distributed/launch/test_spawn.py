@@ -664,8 +664,9 @@ def test_a_script_without_a_main_guard_is_told_so_by_name(run_script, tmp_path):
     with run_script({}, script=SCRIPT.replace('__name__ == "__main__"', "True")) as script:
         _, errors = script.communicate()
     assert script.returncode == 1
-    assert re.search(r"RuntimeError: .*script.py starts processes .* under if __name__ == '__main__':", errors)
-    assert "exited with code 1 without reporting an exception: check its standard error" in errors
+    said = r"RuntimeError: .*script.py starts processes .* put its main code under if __name__ == '__main__':"
+    assert re.fullmatch(said, errors.rstrip().splitlines()[-1])
+    assert len(re.findall(said, errors)) == 1, errors
 
 
 HEALTHY = """

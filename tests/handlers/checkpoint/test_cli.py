@@ -83,6 +83,13 @@ def test_files_of_another_library_are_listed_newest_first_and_explained(tmp_path
     assert [json.loads(line)["checkpoint"] for line in text.splitlines()] == ["model_10.pt", "model_5.pt"]
 
 
+def test_list_says_that_only_verify_reads_the_files(folder, capsys):
+    for is_verified in (False, True):
+        _, text = run(capsys, "verify" if is_verified else "list", folder)
+        is_said = "only sizes are checked: verify compares the contents with their checksums\n" in text
+        assert is_said is not is_verified
+
+
 def test_verify_finds_a_flipped_bit_in_a_shard(folder, capsys):
     (folder / "killed" / "shard-0-00000000.pt").unlink()
     assert run(capsys, "verify", folder)[0] == 0

@@ -18,7 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.engine import Engine, Events, create_supervised_trainer
-from camshaft.handlers import Checkpoint, DiskSaver, LRScheduler, ModelCheckpoint, global_step_from_engine
+from camshaft.handlers import (
+    Checkpoint,
+    DiskSaver,
+    EarlyStopping,
+    LRScheduler,
+    ModelCheckpoint,
+    global_step_from_engine,
+)
 from camshaft.handlers.checkpoint import CheckpointEvents
 from tests.handlers.parts import Memory, Part, at, linear, load, names, weight
 from tests.ranks import on_ranks
@@ -640,6 +647,19 @@ def test_a_schedule_that_is_not_saved_with_its_optimizer_is_named_once(tmp_path)
         scheduled(False, tmp_path / "without")
     assert len(seen) == 1
     scheduled(True, tmp_path / "with")
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_early_stopping_that_is_not_saved_is_named_once(tmp_path, is_saved):
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+    stopping = EarlyStopping(2, lambda engine: 1.0, trainer)
+    stopping.attach(evaluator)
+    to_save = {"trainer": trainer, "optimizer": torch.optim.SGD([torch.zeros(1)])}
+    to_save |= {"stopping": stopping} if is_saved else {}
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint(to_save, tmp_path))
+    with nullcontext([1]) if is_saved else pytest.warns(UserWarning, match="an engine, but not its EarlySto") as seen:
+        trainer.run([1], max_epochs=2)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
