@@ -64,9 +64,7 @@ def as_text(drawings: Tensor) -> str:
 
 def training(local_rank: int, config: argparse.Namespace) -> float:
     """Train and return the final distance between drawings and digits; runs in every process."""
-    manual_seed(
-        config.seed + idist.get_rank()
-    )  # different noise on each rank; auto_model broadcasts the weights of rank 0
+    manual_seed(config.seed + idist.get_data_parallel_rank())  # noise; auto_model broadcasts the weights of rank 0
     digits = load_digits()
     loader = idist.auto_dataloader(TensorDataset(digits), batch_size=config.batch_size, shuffle=True, seed=config.seed)
     drawing, judging = make_networks()

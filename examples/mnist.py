@@ -77,7 +77,7 @@ def make_model() -> nn.Module:
 
 def training(local_rank: int, config: argparse.Namespace) -> float | None:
     """Train and return the last validation accuracy, or None if there was nothing to do; runs in every process."""
-    manual_seed(config.seed)
+    manual_seed(config.seed + idist.get_data_parallel_rank())  # dropout; auto_model broadcasts the weights of rank 0
     setup_logger("camshaft.handlers.checkpoint", format="%(message)s")  # says where a run resumes
     parts = load_digits() if config.data == "digits" else load_mnist(config.root)
     data = idist.auto_dataloader(parts[0], batch_size=config.batch_size, shuffle=True, seed=config.seed)

@@ -88,7 +88,7 @@ def expected_returns(on: Tensor, discount: float) -> Tensor:
 
 def training(local_rank: int, config: argparse.Namespace) -> list[float]:
     """Train and return the mean length of the games in each epoch; runs in every process."""
-    manual_seed(config.seed + idist.get_rank())  # each rank plays different games; auto_model broadcasts the weights
+    manual_seed(config.seed + idist.get_data_parallel_rank())  # games; auto_model broadcasts the weights of rank 0
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
     policy = idist.auto_model(network)
     optimizer = idist.auto_optim(torch.optim.Adam(policy.parameters(), lr=config.lr))

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/images: a run in a terminal, curves, schedules, collectives, events, and layouts.
+"""Draw the pictures of docs/images: a run in a terminal, curves, schedules, collectives, events, layouts, and modules.
 
     python scripts/pictures.py [FOLDER]
 
@@ -97,7 +97,8 @@ def output_in_terminal(command: str) -> str:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     script, *options = command.split()[1:]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}  # the picture has its own
+    # the picture has its own colors, and its numbers depend on the number of threads
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     written = b""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [sys.executable, str(ROOT / script), *options]
@@ -155,6 +156,10 @@ def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
     yield "schedules", schedules
     yield "events", events_of_a_run
     yield "concepts", concepts
+    yield "inside-layers", layers
+    yield "inside-batch", way_of_a_batch
+    yield "inside-save", way_of_a_save
+    yield "inside-failure", way_of_a_failure
     yield "ring-all_reduce", ring
     for name, (before, after) in COLLECTIVES.items():
         yield f"collective-{name}", partial(collective, name, before, after)
@@ -365,6 +370,96 @@ def concepts() -> Figure:
         arrow(axes, (3.95, start), (3.95, end))
     axes.text(4.1, 4.5, "collectives", va="center", color=DARK, fontsize=7)
     return figure
+
+
+def layers() -> Figure:
+    figure, axes = column(height=6.2)
+    box(axes, 0.0, 2.5, 3.3, 2.3, "", PALE)
+    for x, y, width, text, color in (
+        (0.0, 5.3, 6.0, "handlers: checkpoint, loggers,\nschedules, stopping, profiling", COLORS[2]),
+        (0.1, 3.8, 3.1, "engine: supervised,\ndeterministic, metrics", COLORS[0]),
+        (0.1, 2.6, 3.1, "core: events, dispatch,\nplan, loop, sources", COLORS[0]),
+        (3.6, 3.8, 2.4, "data: orders,\nsamplers, loaders", COLORS[1]),
+        (1.3, 1.3, 4.7, "distributed: ranks, collectives,\nbackends, launch, failures", COLORS[3]),
+        (0.0, 0.0, 6.0, "shared modules: errors, types,\ntree, seeding, files, text", MIXED),
+    ):
+        box(axes, x, y, width, 0.9, text, color)
+    for x, start, end in (
+        (1.65, 5.3, 4.7), (4.8, 5.3, 4.7), (1.65, 3.8, 3.5), (4.8, 3.8, 2.2), (0.7, 2.6, 0.9), (3.65, 1.3, 0.9),
+    ):  # fmt: skip
+        arrow(axes, (x, start), (x, end))
+    arrow(axes, (3.15, 3.9), (3.9, 2.2))
+    return figure
+
+
+def way_of_a_batch() -> Figure:
+    figure, axes = column(height=8.7)
+    box(axes, 0.0, 0.9, 6.0, 4.95, "", PALE)
+    axes.text(2.4, 5.6, "for each batch", va="center", color=DARK, style="italic", fontsize=9)
+    steps(
+        axes,
+        (8.05, "run(data)", "engine.py", MIXED),
+        (7.1, "where does the run start?", "plan.py", MIXED),
+        (6.15, "STARTED, EPOCH_STARTED", "loop.py", COLORS[0]),
+        (4.55, "GET_BATCH_STARTED\nnext(data)", "sources.py", COLORS[1]),
+        (3.35, "ITERATION_STARTED\nyour function", "loop.py", COLORS[1]),
+        (2.4, "the iteration is done", "progress.py", COLORS[1]),
+        (1.2, "ITERATION_COMPLETED\nhandlers, in order", "dispatch.py", COLORS[1]),
+        (0.0, "EPOCH_COMPLETED, COMPLETED", "loop.py", COLORS[0]),
+    )
+    return figure
+
+
+def way_of_a_save() -> Figure:
+    figure, axes = column(height=6.0)
+    box(axes, 0.0, 2.0, 6.0, 2.85, "", PALE)
+    axes.text(2.4, 2.25, "a crash here changes nothing", va="center", color=DARK, style="italic", fontsize=9)
+    steps(
+        axes,
+        (5.1, "due, and better than\nthose that are kept?", "handler.py", MIXED),
+        (3.75, "states, without\nprefixes of wrappers", "state.py", COLORS[1]),
+        (2.55, "write to a temporary name,\nflush, rename", "savers.py", COLORS[1]),
+        (0.95, "checksum, size, step, score\ninto .manifest", "manifest.py", COLORS[0]),
+        (0.0, "remove the oldest or worst", "retention.py", COLORS[2]),
+    )
+    return figure
+
+
+def way_of_a_failure() -> Figure:
+    figure, axes = column(height=7.4)
+    for y, height, name in ((5.05, 2.35, "rank 1"), (0.0, 3.5, "every other rank")):
+        box(axes, 0.0, y, 6.0, height, "", PALE)
+        axes.text(2.4, y + height - 0.25, name, va="center", color=DARK, style="italic", fontsize=9)
+    steps(
+        axes,
+        (6.25, "raises an error", "", COLORS[3]),
+        (5.3, "tells the others", "watcher.py", COLORS[1]),
+        (3.85, "the store of the job\nkeeps the first failure", "board.py", COLORS[0]),
+        (2.4, "asks once per second", "board.py", COLORS[1]),
+        (1.45, "releases what waits", "watcher.py", COLORS[1]),
+        (0.25, "all_reduce raises\nRankFailedError", "", COLORS[3]),
+    )
+    return figure
+
+
+def steps(axes: Axes, *rows: tuple[float, str, str, str]) -> None:
+    """Draw steps from the top down, and beside each its module."""
+    above = None
+    for y, text, module, color in rows:
+        height = 0.85 if "\n" in text else 0.6
+        box(axes, 0.1, y, 4.2, height, text, color)
+        axes.text(4.4, y + height / 2, module, va="center", color=DARK, fontsize=9)
+        if above is not None:
+            arrow(axes, (2.25, above), (2.25, y + height))
+        above = y
+
+
+def column(*, height: float) -> tuple[Figure, Axes]:
+    """Return empty axes six units wide, which fit on a phone."""
+    figure, axes = canvas(width=6, height=height, scale=0.6)
+    axes.set(xlim=(0, 6), ylim=(0, height))
+    figure.subplots_adjust(0, 0, 1, 1)
+    return figure, axes
 
 
 def canvas(*, width: float, height: float, scale: float) -> tuple[Figure, Axes]:

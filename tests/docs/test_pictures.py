@@ -18,7 +18,7 @@ def test_the_script_draws_all_pictures(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, check=True, capture_output=True)
     made = {file.name: file.read_text("utf-8") for file in tmp_path.iterdir()}
     assert made.keys() == {file.name for file in IMAGES.glob("*.svg")}
-    exact = ("collective", "concepts", "events", "layout", "ring")
+    exact = ("collective", "concepts", "events", "inside", "layout", "ring")
     drawn = {name: content for name, content in made.items() if name.startswith(exact)}
     assert {name: (IMAGES / name).read_text("utf-8") for name in drawn} == drawn  # others have floating-point results
     for picture in (made["terminal.svg"], (IMAGES / "terminal.svg").read_text("utf-8")):

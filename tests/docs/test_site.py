@@ -17,6 +17,7 @@ from camshaft.engine import Engine
 from tests.docs.browser import Report, visit
 from tests.test_public_names import PUBLIC
 
+pytestmark = pytest.mark.xdist_group("site")
 ROOT = Path(__file__).resolve().parent.parent.parent
 # mkdocs, in a process that cannot reach the network
 BUILD = """

@@ -12,7 +12,7 @@ import torch
 from examples import distributed_backends
 from tests.examples.ten_steps import EXAMPLE, assert_ten_steps, command, run, train_on_one_process
 from tests.limits import HANG
-from tests.mpi.checking import OPEN_MPI
+from tests.mpi.checking import MPI_VARIABLES
 
 GLOO = ("--backend", "gloo")
 
@@ -42,7 +42,7 @@ def test_the_launch_module_of_torch():
 
 def test_mpirun():
     launch = [command("mpirun"), "-np", "2", sys.executable]
-    assert_ten_steps(launch, "--backend", "mpi", shows="world size 2 on cpu with mpi", environment=OPEN_MPI)
+    assert_ten_steps(launch, "--backend", "mpi", shows="world size 2 on cpu with mpi", environment=MPI_VARIABLES)
 
 
 def test_a_wide_residual_network_of_torchvision(tmp_path):

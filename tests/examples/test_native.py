@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.native import FOLDER, ROOT, assert_same_weights
 from tests.examples.ten_steps import command
-from tests.mpi.checking import OPEN_MPI
+from tests.mpi.checking import MPI_VARIABLES
 
 TORCHRUN = (command("torchrun"), "--standalone", "--nproc_per_node", "2")
 MPIRUN = (command("mpirun"), "-np", "2", sys.executable)
@@ -29,7 +29,7 @@ def test_torch_alone():
 
 @pytest.mark.jobs
 def test_mpi4py_alone():
-    assert_same_weights(MPIRUN, "with_mpi.py", shows="world size 2, backend mpi", **OPEN_MPI)
+    assert_same_weights(MPIRUN, "with_mpi.py", shows="world size 2, backend mpi", **MPI_VARIABLES)
 
 
 @pytest.mark.jobs
@@ -39,7 +39,9 @@ def test_camshaft_over_gloo():
 
 @pytest.mark.jobs
 def test_camshaft_over_mpi():
-    assert_same_weights(MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="world size 2, backend mpi", **OPEN_MPI)
+    assert_same_weights(
+        MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="world size 2, backend mpi", **MPI_VARIABLES
+    )
 
 
 @pytest.mark.jobs

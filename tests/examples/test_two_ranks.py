@@ -12,7 +12,7 @@ import pytest
 
 from tests.examples.ten_steps import command
 from tests.limits import HANG
-from tests.mpi.checking import OPEN_MPI
+from tests.mpi.checking import MPI_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {  # arguments, the pattern of a line with a number that is printed once, and the bounds of the number
@@ -42,7 +42,7 @@ def test_two_ranks(name: str, launcher: str, tmp_path: Path) -> None:
     output = ("--output", str(tmp_path)) if name == "mnist" else ()
     done = subprocess.run(
         [*launch, str(ROOT / "examples" / f"{name}.py"), *arguments, *output, "--backend", backend],
-        env={**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **MPI_VARIABLES, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG,
     )  # fmt: skip
     shown = done.stdout.decode(errors="replace")
