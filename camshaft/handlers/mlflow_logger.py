@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from camshaft.arguments import load_optional
@@ -145,8 +144,8 @@ class Outbox:
     """
 
     def __init__(self, capacity: int = 10_000, patience: float = 60.0) -> None:
-        self._patience = patience
-        self._calls: queue.Queue[Any] = queue.Queue(capacity)
+        self._capacity, self._patience = capacity, patience
+        self._calls = queue.SimpleQueue[Any]()  # without a limit, as there is always room for the mark of the end
         self._thread: threading.Thread | None = None
 
     def put(self, function: Callable[..., object], *args: Any) -> None:
@@ -158,10 +157,9 @@ class Outbox:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="camshaft-log", daemon=True)
             self._thread.start()
-        try:
-            self._calls.put_nowait((function, args))
-        except queue.Full:
-            raise TimeoutError(f"{self._calls.maxsize} calls are waiting") from None
+        if self._calls.qsize() >= self._capacity:
+            raise TimeoutError(f"{self._capacity} calls are waiting")
+        self._calls.put((function, args))
 
     def close(self) -> None:
         """Wait for the remaining calls and end the thread; a later :meth:`put` starts another.
@@ -171,8 +169,7 @@ class Outbox:
         """
         thread, self._thread = self._thread, None
         if thread is not None:
-            with suppress(queue.Full):
-                self._calls.put(None, timeout=self._patience)
+            self._calls.put(None)
             thread.join(self._patience)
             if thread.is_alive():
                 raise TimeoutError(f"about {self._calls.qsize()} calls were still waiting at the end")

@@ -327,7 +327,7 @@ class Watcher(Resource):
 
     def _status(self, told: tuple[Any, Any], now: float) -> dict[str, Any]:
         """Return what this rank does, with the last calls if others want to know them."""
-        is_urgent = any(told) or bool(self._lost)
+        is_urgent = any(told) or bool(self._lost) or self._gone_since < math.inf
         status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
         status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
         return status | {"final": self._final, "completed": self._completed, "shared": self._sharing.own}
@@ -386,7 +386,7 @@ class Watcher(Resource):
         keys = [wait.key for one in waiting.values() for wait in verdicts.waits_of(one)]
         keys += [tuple(one["key"]) for one in lost if one["key"]]
         longest = max(hang_reports.waited(one, now) for one in waiting.values())
-        pause = min(max(longest / 2, PERIOD), _LONGEST_BREAK)
+        pause = PERIOD if lost else min(max(longest / 2, PERIOD), _LONGEST_BREAK)
         if longest < self._hangs.after:
             pause = min(pause, max(self._hangs.after - longest, PERIOD))  # when a report is due
         ranks = self._nodes.ask(local, list(dict.fromkeys(keys)), pause, now)
@@ -396,9 +396,10 @@ class Watcher(Resource):
         return ranks
 
     def _is_fresh(self, local: dict[int, Snapshot], now: float) -> bool:
-        """Return whether the ranks have reported since one has disappeared: their calls may be the reason."""
+        """Return whether the ranks have reported since one was found gone: their calls may be the reason."""
         gone = [one for one in local.values() if not one.is_alive and not one.status.get("left")]
-        self._gone_since = min(self._gone_since, now) if gone else math.inf
+        # later than the status of this round, which was taken before the records were read
+        self._gone_since = min(self._gone_since, time.monotonic()) if gone else math.inf
         alive = (one for one in local.values() if not verdicts.has_ended(one))
         reported = min((one.status.get("time", now) for one in alive), default=now)
         return not gone or reported > self._gone_since or now - self._gone_since > _ABLE
@@ -516,6 +517,7 @@ class _OtherNodes:
             pause: seconds until the next question.
             now: the time.
         """
+        self._next = min(self._next, now + pause)  # it may have become urgent
         if self._asked is None or self._asked[0] < self.number:
             if self.number > self._last_number and now - self._seen[1] < ANSWER:
                 self._asked, self._last_number, self._answers = (self.number, now), self.number, {}

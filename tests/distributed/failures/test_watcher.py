@@ -171,6 +171,27 @@ def test_an_operation_may_fail_because_the_rank_that_gave_the_verdict_has_raised
     assert watcher._is_in_trouble(lost, frozenset((0, 1))) == bool(status)
 
 
+def test_a_rank_that_is_gone_is_judged_by_what_was_read_after_it_was_found_gone() -> None:
+    """Its last calls may explain its end, and a round takes its own status before it reads those of others."""
+    watcher = Watcher(StoreOnly(dist.HashStore()), None)  # without a thread
+    watcher._observer = mock.Mock(**{"describe.return_value": {}})
+    now, gone = time.monotonic(), snapshot(1, is_alive=False)
+    assert not watcher._is_fresh({0: snapshot(0, time=time.monotonic()), 1: gone}, now)
+    watcher._status((None, None), now)
+    assert watcher._observer.describe.call_args.args[1]  # with the calls, however often they were read
+    assert watcher._is_fresh({0: snapshot(0, time=time.monotonic()), 1: gone}, now)
+
+
+def test_other_nodes_are_asked_sooner_once_it_is_urgent() -> None:
+    board = mock.Mock(query=None)
+    nodes = module._OtherNodes(board, 0, 2)
+    counts = []
+    for now, pause in ((100.0, 15.0), (101.0, 15.0), (101.5, 1.0), (102.4, 1.0), (102.5, 1.0), (102.6, 1.0)):
+        nodes.ask({}, [], pause, now)
+        counts.append(board.submit.call_count)
+    assert counts == [1, 1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("records", sorted({False, trace.RECORDS_GLOO}))
 @on_ranks(2)
 def test_different_collectives_end_both_ranks_with_a_table(records: bool) -> None:
@@ -352,14 +373,22 @@ def test_a_long_wait_over_several_nodes_is_reported_once_when_the_late_rank_has_
     be_on_a_node_of_its_own()
     own_watcher()._hangs.after = 4.0
     texts, rank, store = logged(), idist.get_rank(), dist.distributed_c10d._get_default_store()
+
+    def tell() -> None:
+        outlasting(lambda: not own_watcher()._local[0].status.get("waits"))
+        store.set("rank 0 waits", "")
+        outlasting(lambda: not texts)
+        store.set("reported", "")
+
     if rank == 2:
         store.wait(["reported"])
         time.sleep(3 * module.PERIOD)  # in which another rank would report, too
         idist.barrier()
     else:
-        thread = threading.Thread(target=lambda: (outlasting(lambda: not texts), store.set("reported", "")))
-        thread.daemon = True
-        thread.start()
+        if rank == 0:
+            threading.Thread(target=tell, daemon=True).start()
+        else:
+            store.wait(["rank 0 waits"])  # else, this rank might be the first to wait for long
         idist.barrier()
     found = [text for one in idist.all_gather(texts) for text in one]
     assert len(found) == 1
