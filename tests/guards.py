@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -107,10 +108,11 @@ def open_files() -> Guard:
 
 
 def files_held() -> set[str]:
-    """Return the open files in the repository and in the folder for temporary files."""
-    places = (f"{ROOT}{os.sep}", f"{tempfile.gettempdir()}{os.sep}")
+    """Return the open files in the repository and in the folder for temporary files, but not of an environment."""
+    places, environment = (f"{ROOT}{os.sep}", f"{tempfile.gettempdir()}{os.sep}"), f"{sys.prefix}{os.sep}"
     paths = (link_target(f"/proc/self/fd/{name}") for name in list_folder("/proc/self/fd"))
-    return {path for path in paths if path.startswith(places) and not path.endswith(" (deleted)")}
+    ours = (path for path in paths if path.startswith(places) and not path.startswith(environment))
+    return {path for path in ours if not path.endswith(" (deleted)")}
 
 
 def link_target(link: str) -> str:

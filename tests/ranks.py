@@ -19,18 +19,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
-from camshaft.distributed.failures import Watcher, board, hang_reports, watcher
+from camshaft.distributed.failures import Watcher, board, hang_reports, store, watcher
 from camshaft.distributed.job import current
 from tests.limits import HANG, SOON
 
@@ -78,6 +79,11 @@ def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit:
     ranks = _run(size, limit, (function, args, kwargs))
     if not all(rank.failure and rank.failure.startswith(f"{ENDED} {-signal.SIGKILL}\n") for rank in ranks):
         _fail(f"not all of the {size} ranks were killed", ranks)
+
+
+def hurried() -> AbstractContextManager[Any]:
+    """Return a block in which a wait for other ranks, but no request to the store, soon comes to its timeout."""
+    return mock.patch.object(store, "time", mock.Mock(wraps=time, monotonic=lambda: 10_000 * time.monotonic()))
 
 
 def await_watchers() -> None:

@@ -55,7 +55,7 @@ def test_watching_measures_all_rows(tmp_path: Path) -> None:
     result = result_of(run("watching.py", *few, folder=tmp_path))
     assert result["benchmark"] == "watching"
     share, iteration = (row for row in result["rows"] if row["what"].startswith("watcher: "))
-    assert 0 < share["minimum"] < 100
+    assert 0 <= share["minimum"] < 100  # none if the watcher has not looked meanwhile
     assert set(iteration["on"]) == set(iteration["off"]) == SPREAD
     requests = [row for row in result["rows"] if row["what"].startswith("requests to the store: ")]
     assert [(row["nodes"], row["requests_per_second"]) for row in requests] == [(1, 8.0), (8, 64.0)]

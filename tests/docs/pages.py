@@ -31,7 +31,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHOWN = ("console", "text", "diff")
-TRIES_OF_TORCH_ALONE = 3
+TRIES_OF_TORCH_ALONE = 10
 
 
 @dataclass

@@ -43,7 +43,9 @@ def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     notebook.cells.remove(install)  # the environment of the tests has it all
     folder = tmp_path / "folder"
     folder.mkdir()
-    NotebookClient(notebook, timeout=HANG, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        notebook, timeout=HANG, startup_timeout=int(HANG), resources={"metadata": {"path": str(folder)}}
+    ).execute()
     check(notebook, at_least=96)
     assert list(folder.iterdir()) == []
 

@@ -31,9 +31,10 @@ from torch.utils.data import Dataset, default_collate
 
 import camshaft.distributed as idist
 from camshaft.distributed.environments import detect
+from camshaft.distributed.failures import watcher
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint
-from tests.limits import FOREVER
+from tests.limits import FOREVER, SOON
 
 LENGTH, BATCH = 4, 2  # iterations of an epoch, and samples of a batch on each rank
 WHEN = 6  # the iteration of the fault, in the second epoch
@@ -288,7 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     options: dict[str, Any] = {"debug": True} if config.debug else {}
-    if config.timeout is not None:
+    if config.timeout is None:
+        watcher._LEARNING = SOON  # a rank may be slow to say what it has called
+    else:
         options["timeout"] = timedelta(seconds=config.timeout)
     if config.hang_report_after is not None and "hang_report_after" in inspect.signature(idist.initialize).parameters:
         options["hang_report_after"] = config.hang_report_after

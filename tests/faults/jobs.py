@@ -20,8 +20,9 @@ from threading import Event
 from typing import Any, Protocol
 
 from camshaft.distributed.failures.record import find, read
+from camshaft.distributed.launch import work
 from tests.faults import faulty
-from tests.limits import HANG
+from tests.limits import HANG, SOON
 from tests.machines import PYTHON, Machine, connect
 from tests.mpi.checking import MPI_VARIABLES
 from tests.ranks import context
@@ -67,7 +68,12 @@ class Fault:
 
 
 _ERROR = "ValueError: (the fault|Caught ValueError)"
-RAISED = (rf"rank {{rank}} failed first: {_ERROR}|process {{rank}} failed(.|\n)*{_ERROR}", "ValueError: the fault")
+# the last one: torchrun kills the other ranks as soon as one has failed
+RAISED = (
+    rf"rank {{rank}} failed first: {_ERROR}|process {{rank}} failed(.|\n)*{_ERROR}"
+    r"|rank +: {rank} .*\n *exitcode +: 1\b",
+    "ValueError: the fault",
+)
 # the last two: torchrun and MPICH kill the other ranks within a tenth of a second of a killed one
 ENDED = (
     r"Rank(Failed|Divergence)Error: rank {rank}\b"
@@ -253,6 +259,8 @@ def _run_forked(arguments: list[str], path: str) -> None:
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    if "--timeout" not in arguments:
+        work.GRACE = SOON  # a rank may be slow to report
     faulty.main(arguments)
 
 

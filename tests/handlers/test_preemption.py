@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -23,7 +24,7 @@ from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, ModelCheckpoint, Preemption
 from tests.handlers.clocks import Clock
 from tests.handlers.preempted import preempt_again_and_again
-from tests.limits import HANG
+from tests.limits import HANG, wait_until
 from tests.ranks import context, on_ranks, run_on_ranks
 
 
@@ -337,6 +338,12 @@ def write_masks_and_hang(pipe):
         time.sleep(0.1)
 
 
+def is_pending(pid, number):
+    """Return whether a signal was sent to a process that has not received it yet."""
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(pending, 16) >> (number - 1) & 1
+
+
 def terminate_children(folder, method):
     """Terminate children in several ways; return the masks of the threads of one, and the exit codes of all."""
     multiprocessing.current_process()._config["daemon"] = False
@@ -355,6 +362,7 @@ def terminate_children(folder, method):
         subprocess.run(["kill", "-TERM", str(child.pid)])  # by another process
         child.join(0.2)
         codes.append(child.exitcode)
+        wait_until(lambda pid=child.pid: not is_pending(pid, signal.SIGTERM))  # else, a second one would not count
         child.terminate()
         child.join(HANG)
         codes.append(child.exitcode)

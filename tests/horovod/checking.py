@@ -18,7 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def environment(**variables: str) -> dict[str, str]:
     """Return environment variables for a process that imports this checkout and uses one core."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+    return {
+        **os.environ,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{HANG:.0f}",  # instead of 30, which ranks on a busy machine may need to start
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+        "PYTHONUNBUFFERED": "1",
+        **variables,
+    }
 
 
 def horovodrun(ranks: int, *arguments: str, hosts: str | None = None) -> tuple[int, str]:
@@ -27,6 +34,7 @@ def horovodrun(ranks: int, *arguments: str, hosts: str | None = None) -> tuple[i
     With ``hosts="localhost:2,127.0.0.1:2"``, Horovod treats this machine as two.
     """
     launcher = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks)]
+    launcher += ["--disable-cache"]  # a file in the home folder, which two jobs that start must not write at once
     if hosts is not None:
         launcher += ["-H", hosts]
     return run([*launcher, sys.executable, "-W", "error", *arguments])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from camshaft.handlers.mlflow_logger import OutputHandler
 from tests.handlers.parts import at
 from tests.limits import HANG
 from tests.loggers.scripts import run_script
+from tests.torchrun.launching import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by MLflow's dependencies
 
@@ -122,9 +122,7 @@ def test_each_point_exists_once_after_a_resume(store, tmp_path):
 
 @pytest.fixture
 def server(store, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     uri = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
     with open(tmp_path / "server.log", "wb") as log:

@@ -35,11 +35,18 @@ def wait_and_be_released(what):
     if rank == last:
         clone.get("done")
     else:
-        threading.Timer(0.3, backend.release).start()
+        has_waited = threading.Event()
+        def release():
+            while not has_waited.wait(0.3):  # again, if it had not begun to wait for a new group
+                backend.release()
+        releasing = threading.Thread(target=release)
+        releasing.start()
         try:
             waits[what]()
         except RuntimeError as error:
             print(f"rank {rank} raised in {what}: {error}", flush=True)
+        has_waited.set()
+        releasing.join()
         if clone.add("released", 1) == last:
             clone.set("done", "yes")
     if rank == 0:  # it hosts the store

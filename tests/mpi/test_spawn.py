@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import camshaft.distributed as idist
@@ -64,6 +65,7 @@ def test_processes_are_started_on_this_host_in_a_slurm_job(monkeypatch: pytest.M
 def time_out(local_rank: int) -> None:
     if local_rank == 1:
         time.sleep(FOREVER)
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))  # only of what follows
     idist.barrier()
 
 
@@ -80,13 +82,7 @@ RAISED, EXITED = ProcessRaisedException, ProcessExitedException
         (fail, ["kill"], {}, EXITED, "mpiexec exited with code"),
         (fail, [Unloadable()], {}, RAISED, "ValueError: invalid literal for int.*'no number'"),
         (call_another_collective, [], {"debug": True}, RAISED, "RankDivergenceError: the calls of the ranks differ"),
-        (
-            time_out,
-            [],
-            {"timeout": timedelta(seconds=2)},
-            RAISED,
-            r"process 0 failed:\n(.*\n)*.*(within|after) 2 s",
-        ),
+        (time_out, [], {}, RAISED, r"process 0 failed:\n(.*\n)*.*(within|after) 2 s"),
     ],
     ids=["raise", "exit", "finalize", "linger", "kill", "unloadable", "debug", "timeout"],
 )

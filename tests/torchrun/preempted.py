@@ -8,6 +8,7 @@ The folder holds the checkpoints; a file named ``stop`` in it ends the training.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ def train(folder: Path, exit_code: int | None, requeue: bool) -> None:
         place = {"rank": idist.get_rank(), "world_size": idist.get_world_size()}
         print(f"{json.dumps({'what': what, **place, 'first': first, **more})}\n", end="", flush=True)
 
-    trainer.add_event_handler(Events.STARTED, show, "begin")
+    trainer.add_event_handler(Events.STARTED, show, "begin", pid=os.getpid())
     try:
         trainer.run(loader, max_epochs=1000)
     finally:

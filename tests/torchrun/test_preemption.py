@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.guards import content
 from tests.torchrun.launching import Launched, free_port, lines, torchrun
 from tests.torchrun.preempted import check_samples
 from tests.torchrun.test_restarts import FOR_GROWTH, elastic, wait_until
@@ -31,8 +30,7 @@ def preempt_again_and_again(folder: Path, signals: int, seed: int) -> None:
             wait_until(lambda run=run: len(of("begin", run)) == 2, run)
             time.sleep(choose.uniform(0, 2))
             if number % 3 == 2:
-                pids = [pid for pid in run.workers() if f"RANK={number % 2}" in environment(pid)]
-                os.kill(min(pids), signal.SIGUSR1)  # not its data loader
+                os.kill(of("begin", run)[number % 2]["pid"], signal.SIGUSR1)  # not its data loader
                 assert run.wait() == 0, run.output
             else:
                 run.process.send_signal(signal.SIGTERM)
@@ -44,10 +42,6 @@ def preempt_again_and_again(folder: Path, signals: int, seed: int) -> None:
             ends += ended
     check_samples(ends)
     assert len({line["last"] for line in ends}) == signals
-
-
-def environment(pid: int) -> list[str]:
-    return content(Path(f"/proc/{pid}/environ")).split("\0")
 
 
 @pytest.mark.jobs

@@ -24,6 +24,7 @@ from camshaft.distributed.backends import release
 from camshaft.distributed.connections import connections, connections_to
 from camshaft.distributed.failures import watcher
 from camshaft.distributed.job import current
+from tests.guards import outlasting
 from tests.limits import HANG
 from tests.ranks import on_ranks, run_on_ranks
 
@@ -169,10 +170,12 @@ def test_the_connections_of_a_store_are_those_to_its_server(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     before = connections_to(dist.PrefixStore("part", server))
     assert len(before) == 1
+    known = {descriptor for descriptor, *_ in connections()}
     clone = server.clone()
     assert len(connections_to(server) - before) == 1
     assert connections_to(dist.HashStore()) == frozenset()
     del clone
+    assert not outlasting(lambda: {descriptor for descriptor, *_ in connections()} - known)  # the server closes its end
     descriptors = {descriptor: os.get_blocking(descriptor) for descriptor, _, _ in connections()}
     socket.setdefaulttimeout(5)  # which is not applied to the connections of others
     try:

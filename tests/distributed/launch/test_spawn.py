@@ -36,7 +36,7 @@ from camshaft.distributed.launch import spawn as launch
 from camshaft.distributed.launch import work
 from camshaft.errors import RankFailedError
 from tests.distributed.observed import batch, torchrun
-from tests.guards import children, is_running
+from tests.guards import children, is_running, outlasting
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 from tests.ranks import context
 from tests.torchrun.launching import free_port
@@ -361,7 +361,7 @@ def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypa
     with pytest.raises(ProcessRaisedException, match="process 1 failed(.|\n)*ValueError: enough"):
         start("gloo", hang_until_the_other_fails, (str(tmp_path),), nproc_per_node=2)
     (file,) = tmp_path.iterdir()
-    assert not is_running(int(file.read_text()))
+    assert not outlasting(lambda: is_running(int(file.read_text())))
 
 
 @pytest.mark.parametrize(
