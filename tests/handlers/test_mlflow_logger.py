@@ -25,11 +25,15 @@ def test_calls_run_in_order_without_blocking_also_after_close():
 
 
 def test_a_full_queue_and_calls_that_last_too_long_raise():
-    go = threading.Event()
+    """Then the thread still ends after the last call, or this test leaves it behind."""
+    begun, go = threading.Event(), threading.Event()
     outbox = Outbox(capacity=2, patience=0.1)
+    outbox.put(lambda: begun.set() or go.wait())
+    begun.wait()
+    for _ in range(2):
+        outbox.put(go.wait)
     with pytest.raises(TimeoutError, match="2 calls are waiting"):
-        for _ in range(4):
-            outbox.put(go.wait)
+        outbox.put(go.wait)
     with pytest.raises(TimeoutError, match="calls were still waiting at the end"):
         outbox.close()
     go.set()
