@@ -242,7 +242,7 @@ def test_a_metric_that_collects_samples_is_a_warning_on_several_ranks_as_the_scr
         "    engine = Engine(lambda engine, batch: batch)\n"
         "    ROC_AUC().attach(engine, 'area')\n"
         "    labels = torch.arange(4) % 2\n"
-        "    print(engine.run([(labels / 2, labels)]).metrics)\n"
+        "    print(f'{engine.run([(labels / 2, labels)]).metrics}\\n', end='', flush=True)\n"
         "if __name__ == '__main__':\n"
         "    with idist.Parallel('gloo', nproc_per_node=2) as parallel:\n"
         "        parallel.run(main)\n"

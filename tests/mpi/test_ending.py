@@ -48,7 +48,7 @@ FAILING = {
         ["LookupError: the cause", "rank 1 failed first: LookupError"],
     ),
     "its exit handlers take a while": (
-        f"atexit.register(lambda: (time.sleep(1.5 - rank), print('end of', rank))){RAISES}{REDUCES}",
+        f"atexit.register(lambda: (time.sleep(1.5 - rank), print(f'end of {{rank}}'))){RAISES}{REDUCES}",
         ["LookupError: the cause", "rank 1 failed first: LookupError", "end of 0", "end of 1"],
     ),
     "the other one is at its end": (RAISES, ["LookupError: the cause"]),
@@ -87,7 +87,7 @@ def test_a_failing_rank_ends_the_job_and_all_ranks_report_it(case: str) -> None:
 
 
 ENDING = {
-    "one by one": ("time.sleep(0.5 * rank); print('end of', rank)", 0, "end of 1"),
+    "one by one": ("time.sleep(0.5 * rank); print(f'end of {rank}')", 0, "end of 1"),
     "with an exit code": ("sys.exit(3 * rank)", 3, ""),
     "with an error after the job": (
         "for _ in range(2):\n    idist.finalize()\n    idist.initialize('mpi')\nidist.finalize()\n"
