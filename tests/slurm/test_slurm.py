@@ -19,7 +19,7 @@ from tests import cluster_page
 from tests.distributed.conformance import CHECKS
 from tests.examples.ten_steps import assert_ten_steps
 from tests.faults.jobs import FAULTS, Case, run_case, srun
-from tests.guards import outlasting
+from tests.guards import content, outlasting
 from tests.limits import wait_until
 from tests.machines import DEFAULTS, PYTHON, Program
 from tests.slurm.cluster import Cluster
@@ -225,6 +225,16 @@ def test_the_job_of_the_clusters_page_resumes_after_a_failure(cluster, tmp_path)
     assert lines == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"], log.read_text()
 
 
+def process_of(job: str, rank: int) -> int:
+    """Return the process of a rank, whose id differs on its node; not its data loader, which it has started itself."""
+    variables = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}"}
+    pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()}
+    found = {pid for pid in pids if variables <= set(content(Path(f"/proc/{pid}/environ")).split("\0"))}
+    stats = {pid: content(Path(f"/proc/{pid}/stat")) for pid in found}
+    (first,) = (pid for pid, stat in stats.items() if stat and int(stat.rpartition(")")[2].split()[1]) not in found)
+    return first
+
+
 def test_a_preempted_job_is_requeued_and_resumes_with_the_next_sample(cluster, tmp_path):
     signals = int(os.environ.get("SIGNALS", "2"))
     program = shlex.join([*PYTHON, "-m", "tests.torchrun.preempted", str(tmp_path), "requeue"])
@@ -250,7 +260,7 @@ def test_a_preempted_job_is_requeued_and_resumes_with_the_next_sample(cluster, t
         if number % 2:
             cluster.run("scancel", "--signal=USR1", job)  # to all processes of the step, as before the time limit
         else:
-            os.kill(json.loads(lines("begin")[-1])["pid"], signal.SIGUSR1)  # of rank 1, not its data loader
+            os.kill(process_of(job, rank=1), signal.SIGUSR1)
         wait_until(lambda number=number: count("end") == 2 * number, errors)
         wait_until(lambda: "PD" in cluster.run("squeue", "--noheader", "--states=pending").output)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
