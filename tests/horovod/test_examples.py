@@ -9,6 +9,13 @@ import pytest
 from tests.docs.titled import run, titled
 from tests.examples.native import assert_same_weights
 from tests.examples.ten_steps import assert_ten_steps, command
+from tests.limits import HANG
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{HANG:.0f}")  # which ranks have to start
+
 
 ALONE, ON_TWO = [sys.executable], [command("horovodrun"), "-np", "2", sys.executable]
 
