@@ -312,6 +312,8 @@ class Watcher(Resource):
         if told == (self._left, self._failure):  # else, it has left or failed in this round
             self._has_told.set()
         self._final = self._final or self.board.final or _first_final(local.values())
+        if self._final is not None:
+            self._gone_since = math.inf  # nothing is left to decide, and this rank may save for minutes
         if self._agent is not None and os.getppid() != self._agent:
             self._end_without_agent(now)
         if told[0] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import threading
@@ -180,6 +181,15 @@ def test_a_rank_that_is_gone_is_judged_by_what_was_read_after_it_was_found_gone(
     watcher._status((None, None), now)
     assert watcher._observer.describe.call_args.args[1]  # with the calls, however often they were read
     assert watcher._is_fresh({0: snapshot(0, time=time.monotonic()), 1: gone}, now)
+
+
+def test_after_a_verdict_a_rank_no_longer_looks_in_haste_for_the_calls_of_one_that_is_gone() -> None:
+    """It may save for minutes."""
+    watcher = Watcher(StoreOnly(dist.HashStore()), None)  # without a thread
+    watcher._is_fresh({1: snapshot(1, is_alive=False)}, time.monotonic())
+    watcher._final = {"kind": "failed", "text": "rank 1 failed", "traceback": ""}
+    watcher.look(time.monotonic())
+    assert watcher._gone_since == math.inf
 
 
 def test_other_nodes_are_asked_sooner_once_it_is_urgent() -> None:
