@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
-from camshaft.distributed.failures import Watcher, board, hang_reports, store, watcher
+from camshaft.distributed.failures import Watcher, board, hang_reports, watcher
 from camshaft.distributed.job import current
 from tests.limits import HANG, SOON
 
@@ -83,7 +83,9 @@ def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit:
 
 def hurried() -> AbstractContextManager[Any]:
     """Return a block in which a wait for other ranks, but no request to the store, soon comes to its timeout."""
-    return mock.patch.object(store, "time", mock.Mock(wraps=time, monotonic=lambda: 10_000 * time.monotonic()))
+    return mock.patch(
+        "camshaft.distributed.failures.store.time", mock.Mock(wraps=time, monotonic=lambda: 10_000 * time.monotonic())
+    )
 
 
 def await_watchers() -> None:

@@ -262,6 +262,24 @@ def hold_lock(folder: Path, rank: int) -> None:
     path.with_suffix(".new").rename(path)
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether the process of a rank exists."""
+    with path.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def outlast_others(folder: Path, rank: int) -> None:
+    """Wait until no other rank exists, but not forever: a launcher may stop them before they have reported."""
+    until = time.monotonic() + SOON
+    others = [path for path in folder.glob("rank-[0-9]") if path.name != f"rank-{rank}"]  # a look ends an own lock
+    while any(map(is_locked, others)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def note_time(folder: Path) -> None:
     (folder / "fault.new").write_text(str(time.monotonic()))
     (folder / "fault.new").rename(folder / "fault")
@@ -302,8 +320,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         options.update(nproc_per_node=config.nproc_per_node, start_method="fork")
         enter_when_forked(config)
-    with idist.Parallel(config.backend, **options) as parallel:
-        parallel.run(training, config)
+    try:
+        with idist.Parallel(config.backend, **options) as parallel:
+            parallel.run(training, config)
+    except ValueError:  # the fault
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun kills the others within 0.1 seconds
+            outlast_others(config.folder, config.rank)
+        raise
 
 
 def enter_when_forked(config: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import camshaft.distributed as idist
@@ -65,7 +64,6 @@ def test_processes_are_started_on_this_host_in_a_slurm_job(monkeypatch: pytest.M
 def time_out(local_rank: int) -> None:
     if local_rank == 1:
         time.sleep(FOREVER)
-    dist.group.WORLD.set_timeout(timedelta(seconds=2))  # only of what follows
     idist.barrier()
 
 
@@ -82,7 +80,13 @@ RAISED, EXITED = ProcessRaisedException, ProcessExitedException
         (fail, ["kill"], {}, EXITED, "mpiexec exited with code"),
         (fail, [Unloadable()], {}, RAISED, "ValueError: invalid literal for int.*'no number'"),
         (call_another_collective, [], {"debug": True}, RAISED, "RankDivergenceError: the calls of the ranks differ"),
-        (time_out, [], {}, RAISED, r"process 0 failed:\n(.*\n)*.*(within|after) 2 s"),
+        (
+            time_out,
+            [],
+            {"timeout": timedelta(seconds=20)},  # in which they also start
+            RAISED,
+            r"process 0 failed:\n(.*\n)*.*(within|after) 20 s",
+        ),
     ],
     ids=["raise", "exit", "finalize", "linger", "kill", "unloadable", "debug", "timeout"],
 )
