@@ -18,7 +18,7 @@ WITHOUT_TORCH = benchmarks data/test_common_progress.py data/test_orders.py data
     handlers/checkpoint/test_retention.py handlers/test_early_stopping.py handlers/test_fbresearch_logger.py \
     handlers/test_file_logger.py handlers/test_steps.py handlers/test_stores.py handlers/test_time* \
     handlers/test_tqdm_logger.py messages test_architecture.py test_base.py test_errors.py test_guards.py test_migrate.py \
-    test_output.py test_packaging.py test_text.py
+    test_output.py test_packaging.py test_page_texts.py test_text.py
 
 .PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-clients test-ray test-browser test-docs site bench bench-gpu format clean
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNNER = Path(__file__).with_name("pages.py")
-MOST_WORDS = 1200  # of a guide with its code, or of the text of a tutorial; what is longer belongs in a reference page
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -63,25 +61,6 @@ def end(pids: list[int]) -> None:
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     if printed := run_page(page, tmp_path / "page"):
         pytest.fail(printed, pytrace=False)
-
-
-def words(page: Path) -> int:
-    """Count the words that a reader sees: without comments, and in tutorials without code."""
-    text = re.sub(r"<!--.*?-->", "", page.read_text("utf-8"), flags=re.S)
-    if page.parent.name == "tutorials":
-        text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.S | re.M)
-    return len(text.split())
-
-
-def test_guides_are_short() -> None:
-    guides = [page for page in PAGES if page.parent.name in ("how-to", "tutorials", "migrating")]
-    counts = {page.name: words(page) for page in guides}
-    assert {name: count for name, count in counts.items() if count > MOST_WORDS} == {}
-
-
-def test_comments_stand_above_their_line() -> None:
-    after_bracket = re.compile(r"^ *[])}]+[:,]?  # (?!fmt: )", re.MULTILINE)  # where the formatter leaves them
-    assert [str(page.relative_to(ROOT)) for page in PAGES if after_bracket.search(page.read_text("utf-8"))] == []
 
 
 def check(tmp_path: Path, text: str) -> str | None:

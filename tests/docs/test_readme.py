@@ -24,10 +24,6 @@ def changed(script: str, diff: str) -> str:
     return script
 
 
-def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 110
-
-
 def test_the_script_runs_on_two_ranks_and_resumes(tmp_path: Path) -> None:
     script, resuming = CODE["python"]
     script = changed(script, CODE["diff"][0])
