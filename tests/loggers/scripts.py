@@ -33,6 +33,9 @@ def run_script(folder: Path, code: str, **environment: str) -> subprocess.Comple
     home.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CLEARML", "MLFLOW", "WANDB"))}
     kept |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "CLEARML_CACHE_DIR": str(folder / "clearml"), "CI": "false"}
+    # Otherwise, ClearML runs git in a thread while it forks. If its fork inherits the pipe by which Python starts git,
+    # the thread waits for the fork, and `close` for the thread: five minutes.
+    kept["CLEARML_VCS_REPO_URL"] = "https://example.org/repository.git"
     result = subprocess.run(
         [sys.executable, "-c", COMMON + textwrap.dedent(code)],
         cwd=folder,
